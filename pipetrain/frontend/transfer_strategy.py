@@ -21,7 +21,7 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.inputs import Shapes
 from pipetrain.compute.keras_private import flat_layers
-from pipetrain.compute.optimizer.clone import whole_step
+from pipetrain.compute.optimizer.clone import plain_momentum, whole_step
 from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.transfers.compression import Compressor
@@ -42,7 +42,7 @@ from pipetrain.run.window import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.options import AllReduce, TransferOptions
-from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.scheme import Scheme, UpdateRule
 from pipetrain.schemes.synchrony import synchrony_of
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
@@ -164,6 +164,9 @@ class TransferStrategy(RunnerStrategy):
             )
         if isinstance(self._order, Plan) and self._order.late.packs:
             check_whole(owner.optimizer, self._scheme.name, "weights that the plan updates late")
+        self._momentum = 0.0
+        if self._compression is not None and self._synchrony is None:
+            self._momentum = self._compression.corrected(plain_momentum(stepping(owner.optimizer)))
         super().compiled(owner, loss, jit_compile)
         self._plans = {}
 
@@ -174,7 +177,7 @@ class TransferStrategy(RunnerStrategy):
         self.plan = next(iter(self._plans))
         loss = self._compilation.metrics.loss
         self._weights = [
-            Weights(segment, parts, self.optimizer, loss, len(self._devices))
+            Weights(segment, parts, self.optimizer, loss, len(self._devices), UpdateRule(momentum=not self._momentum))
             for parts in (self._of_servers() if self._serves else self._of_workers())
         ]
         self._compressor = self._new_compressor()
@@ -189,7 +192,7 @@ class TransferStrategy(RunnerStrategy):
             return None
         weights, rows = self._segment.trainable_variables, self._rows_alone()
         like = {n: spec for n, spec in enumerate(specs(weights)) if n not in rows}
-        return Compressor(self._compression, like, self._devices, weights)
+        return Compressor(self._compression, like, self._devices, weights, self._momentum)
 
     def _of_servers(self) -> list[list[WeightsPart]]:
         """The weights, once: the part that each server has; there may be fewer of them than servers."""

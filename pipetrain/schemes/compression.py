@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from pipetrain.schemes.arguments import checked_bool, checked_count
 from pipetrain.schemes.table import TRANSFERRING
 
+MANY = 1000  # elements, of which a share is sent
 FLOAT_BYTES, INDEX_BYTES = 4, 4  # of a scale or a kept value, and of its place
 
 
@@ -49,6 +50,10 @@ class Compression:
 
     def _bytes(self, shape: Sequence[int]) -> int:
         raise NotImplementedError
+
+    def corrected(self, momentum: float) -> float:
+        """The momentum by which devices sum their gradients, in place of the optimizer that has it: none."""
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -142,18 +147,41 @@ class TopK(Compression):
     Of a variable there is at least one; all are sent as they are where that is less. Source: Deep Gradient Compression,
     Lin et al. 2018 (arXiv 1712.01887), section 3.
 
+    An element that is sent once in many steps would get the momentum of one gradient for many. With *momentum
+    correction* each device sums its gradients by momentum before (``u <- mu * u + g``), and the optimizer has none;
+    what has been sent leaves that sum, too.
+
     Args:
         share: of the elements, above 0 up to 1.
         error_feedback: see ``Compression``.
+        momentum_correction: ``"auto"``: for Keras' SGD with a momentum that is not Nesterov's, and error feedback;
+            True: ValueError for other optimizers; False: never.
     """
 
     name: ClassVar[str] = "top-k"
     first_option: ClassVar[str] = "share"
     share: float = 0.01
     error_feedback: bool = True
+    momentum_correction: bool | str = "auto"
 
     def _check(self) -> None:
         checked_share(self.share)
+        if self.momentum_correction != "auto":
+            checked_bool("momentum_correction", self.momentum_correction, "Momentum is corrected, or it is not")
+
+    def corrected(self, momentum: float) -> float:
+        """The momentum by which devices sum their gradients, of an optimizer with this one; 0 where they do not.
+
+        Raises ValueError where that is wanted, and cannot be.
+        """
+        if self.momentum_correction is True and not (momentum and self.error_feedback):
+            raise ValueError(
+                "Momentum correction needs error feedback, and Keras' SGD with a momentum that is not Nesterov's. "
+                f"Received: compression={self!r}. Try keras.optimizers.SGD(..., momentum=0.9), or "
+                "momentum_correction='auto'."
+            )
+        is_whole = self.sent_bytes((MANY,)) == MANY * FLOAT_BYTES
+        return momentum if self.momentum_correction and self.error_feedback and not is_whole else 0.0
 
     def count(self, shape: Sequence[int]) -> int:
         """How many elements of a variable of this shape are sent."""
@@ -173,6 +201,7 @@ class RandomK(TopK):
     Args:
         share: of the elements, above 0 up to 1.
         error_feedback: see ``Compression``.
+        momentum_correction: as that of ``TopK``.
     """
 
     name: ClassVar[str] = "random-k"

@@ -97,7 +97,7 @@ def test_what_was_sent_and_what_is_left_are_all_gradients(scheme, compression):
         left = {}
         for slot in inside.strategy(pm)._stages.slots():
             if slot.kind.startswith("residual"):
-                left[id(slot.weight)] = left.get(id(slot.weight), 0) + np.array(slot.variable)
+                left[id(slot.weight)] = left.get(id(slot.weight), 0) + keras.ops.convert_to_numpy(slot.variable)
         assert bool(left) == (each is not None)
         after = zip(before, model.get_weights(), model.weights, strict=True)
         found.append([old - new + left.get(id(weight), 0) for old, new, weight in after])
@@ -117,6 +117,37 @@ def test_a_run_that_is_stopped_goes_on_bitwise(scheme, compression, tmp_path):
     assert history is None
     again, _ = checkpointed(tmp_path / "stopped", **way)
     networks.assert_equal(again.get_weights(), whole.get_weights())
+
+
+def test_momentum_is_that_of_each_device_where_few_elements_are_sent():
+    """A layer without a bias, two devices, SGD with momentum, which devices sum; what is sent leaves their sums."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(48, 8)).astype("float32"), rng.normal(size=(48, 4)).astype("float32")
+    layer = keras.layers.Dense(4, use_bias=False)
+    model = keras.Sequential([keras.Input((8,)), layer])
+    weights = layer.get_weights()[0].astype(np.float64)
+    way = pipetrain.AllReduce(order="none", compression=TopK(share=1 / 8))
+    pm = pipetrain.PipelineModel(model, scheme=way, devices=DEVICES[:2])
+    pm.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
+    pm.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    left, velocity = np.zeros((2, 32)), np.zeros((2, 32))
+    for first in [*range(0, 48, 8)] * 2:
+        total = np.zeros(32)
+        for worker in range(2):
+            rows = slice(first + 4 * worker, first + 4 * worker + 4)
+            gradient = x[rows].T @ (x[rows] @ weights - y[rows]) * 2 / (8 * 4)
+            velocity[worker] = 0.9 * velocity[worker] + gradient.ravel()
+            left[worker] += velocity[worker]
+            places = np.argsort(-np.abs(left[worker]))[:4]
+            total[places] += left[worker][places]
+            left[worker][places] = velocity[worker][places] = 0.0
+        weights -= 0.02 * total.reshape(8, 4)
+    np.testing.assert_allclose(layer.get_weights()[0], weights, rtol=1e-4, atol=1e-6)
+
+
+def test_momentum_that_cannot_be_corrected_is_refused():
+    with pytest.raises(ValueError, match="Momentum correction needs"):
+        trained(optimizer=keras.optimizers.Adam(), compression=TopK(momentum_correction=True))
 
 
 def test_rows_of_embeddings_are_sent_as_they_are():

@@ -52,7 +52,7 @@ def parted(whole: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
     return [tf.reshape(part, spec.shape) for part, spec in zip(parts, specs, strict=True)]
 
 
-class Reader:
+class FlatReader:
     """Reads a worker's variables from this process: one call, and a message for each flat tensor.
 
     Args:

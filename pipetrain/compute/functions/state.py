@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.cores import LOCAL_HOST, is_remote
-from pipetrain.compute.functions.flat_values import Reader
+from pipetrain.compute.functions.flat_values import FlatReader
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.graph.segment import Segment
@@ -46,7 +46,7 @@ class HeldTensors:
         self._device, self._copies = device, WorkerCopies(device)
         self.variables: list[tf.Variable] = []
         self._specs: list[tf.TensorSpec] = []
-        self._reader: Reader | None = None
+        self._reader: FlatReader | None = None
 
     @property
     def are_remote(self) -> bool:
@@ -82,7 +82,7 @@ class HeldTensors:
     def prepare(self, values: Sequence[tf.Tensor]) -> None:
         """Let another process have the functions by which it is asked for these values, before an epoch ends."""
         if self.are_remote and self._reader is None:
-            self._reader = Reader(self._device, self.variables, self._specs)
+            self._reader = FlatReader(self._device, self.variables, self._specs)
             self._copies.assign(self.variables, values)
 
     def empty(self) -> None:

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.functions.flat_values import Reader
+from pipetrain.compute.functions.flat_values import FlatReader
 from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_values import Step
@@ -75,7 +75,7 @@ class WeightGroup:
         self._apply = tf.function(self.update.apply, autograph=False, reduce_retracing=True)
         self._staying: dict[str, Callable[..., Any]] = {}  # by what gradients are like
         self._learning_rate: float | None = None
-        self._reader: Reader | None = None
+        self._reader: FlatReader | None = None
 
     @property
     def is_first(self) -> bool:
@@ -123,10 +123,10 @@ class WeightGroup:
             return self.weights()
         return self._read_here()() if self.variables else []
 
-    def _read_here(self) -> Reader:
+    def _read_here(self) -> FlatReader:
         if self._reader is None:
             held = [each.value for each in self.variables]
-            self._reader = Reader(self.device, held, specs(self.variables))
+            self._reader = FlatReader(self.device, held, specs(self.variables))
         return self._reader
 
     def apply(self, gradients: list[Any], step: Step) -> None:

@@ -273,11 +273,12 @@ def uniform(seed: Seed, stream: int, shape: Any) -> tf.Tensor:
     return tf.random.stateless_uniform(shape, key, alg="philox")
 
 
-class Kept(NamedTuple):
-    """What a worker keeps of one variable from step to step; None where there is nothing to keep."""
+class KeptGradient(NamedTuple):
+    """What a worker keeps of one variable's gradients from step to step; None where there is nothing to keep."""
 
-    residual: Any
-    memory: Any
+    residual: Any = None
+    memory: Any = None
+    velocity: Any = None
 
 
 class Compressor:
@@ -290,6 +291,7 @@ class Compressor:
         specs: of the weights whose gradients are compressed, by their numbers.
         devices: of the workers.
         originals: the model's own variables by their numbers.
+        momentum: by which workers sum their gradients before these are sent; 0 where the optimizer has it.
     """
 
     def __init__(
@@ -298,16 +300,21 @@ class Compressor:
         specs: Mapping[int, tf.TensorSpec],
         devices: Sequence[str],
         originals: Sequence[keras.Variable],
+        momentum: float = 0.0,
     ) -> None:
-        self.options = options
+        self.options, self._momentum = options, momentum
         self._codecs = {n: codec_of(options, each) for n, each in specs.items()}
         self._originals, self._devices = originals, list(devices)
         self._kept = [{n: self._new(device, each) for n, each in self._codecs.items()} for device in devices]
 
-    def _new(self, device: str, codec: Codec) -> Kept:
+    def _new(self, device: str, codec: Codec) -> KeptGradient:
         feeds = self.options.error_feedback and type(codec) is not Codec
         with tf.device(device):
-            return Kept(_zeros(codec.spec) if feeds else None, codec.memory_like and _zeros(codec.memory_like))
+            return KeptGradient(
+                _zeros(codec.spec) if feeds else None,
+                codec.memory_like and _zeros(codec.memory_like),
+                _zeros(codec.spec) if self._momentum else None,
+            )
 
     def slots(self) -> list[Slot]:
         """What workers keep from step to step, as slots of the weights that it belongs to."""
@@ -371,19 +378,27 @@ class Compressor:
     def _encoded(self, device: str, gradient: Any, n: int, step: StepNumber) -> tf.Tensor:
         """The message of a worker's gradient; what it lacks is kept."""
         codec, worker = self._codecs[n], self._devices.index(device)
-        kept = self._kept[worker].get(n, Kept(None, None))
+        kept = self._kept[worker].get(n, KeptGradient())
         with tf.device(device):
             seed = step(device), n
             value = tf.ensure_shape(gradient, codec.spec.shape)
+            if kept.velocity is not None:
+                velocity = self._momentum * kept.velocity.value.read_value() + value
+                value = velocity
             if kept.residual is not None:
                 value += kept.residual.value.read_value()
             memory = None if kept.memory is None else kept.memory.value.read_value()
             parts, memory = codec.encode(value, seed, worker, memory)
             if kept.memory is not None:
                 kept.memory.value.assign(memory, read_value=False)
+            if kept.residual is None and kept.velocity is not None:  # all of it arrives
+                kept.velocity.value.assign(velocity, read_value=False)
             if kept.residual is not None:
                 arrives = tf.reshape(codec.decode(parts, seed), value.shape)
                 kept.residual.value.assign(value - arrives, read_value=False)
+                if kept.velocity is not None:
+                    left = tf.where(arrives == 0, velocity, tf.zeros_like(velocity))
+                    kept.velocity.value.assign(left, read_value=False)
             return tf.concat([_as_bytes(part) for part in parts], 0)
 
     def _decoded(self, message: tf.Tensor, n: int, step: tf.Tensor) -> tf.Tensor:

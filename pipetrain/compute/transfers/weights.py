@@ -179,6 +179,7 @@ class Weights(Stage):
         optimizer: the compiled optimizer, of which each part takes a clone.
         loss: of the outputs.
         workers: that have rows of a minibatch.
+        rule: what updates do in addition to the optimizer's step.
     """
 
     def __init__(
@@ -188,10 +189,11 @@ class Weights(Stage):
         optimizer: keras.optimizers.Optimizer,
         loss: LossFunction,
         workers: int,
+        rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
     ) -> None:
         self._given, self._scale_factor = parts, float(optimizer.loss_scale_factor or 1.0)
         self._sums_rows, self._told = is_linear(optimizer), type(optimizer).__name__
-        super().__init__(segment, parts[0].device, optimizer, loss, division=Division(1, workers))
+        super().__init__(segment, parts[0].device, optimizer, loss, rule=rule, division=Division(1, workers))
         self.shared = []  # all its parts are this stage's own
         self.worker_slots: Sequence[Slot] = ()  # what workers keep of gradients, if this is the first stage
 
