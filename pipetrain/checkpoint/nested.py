@@ -14,8 +14,7 @@ from pipetrain.compute.program.late_sums import HeldSums, SharedSum
 from pipetrain.compute.program.stage_trace import ForwardMessage, HeldStage, Output, Share
 from pipetrain.compute.program.walk import Held
 from pipetrain.compute.tensorflow_private import parts_of_slices_spec
-from pipetrain.run.collector import Result, Snapshot
-from pipetrain.run.kept import InFlight
+from pipetrain.run.collector import InFlight, Result, Snapshot
 from pipetrain.schemes.policies import Read
 from pipetrain.schemes.weight_versions import HeldVersions
 
