@@ -64,7 +64,7 @@ class Part(NamedTuple):
     values: Mapping[str, tf.Tensor]
 
 
-class Written(NamedTuple):
+class WrittenShard(NamedTuple):
     """A shard as its writer sees it: its index, the types of its tensors, and the names of those that are not finite.
 
     Only weights and slots are looked through.
@@ -81,7 +81,7 @@ class ShardWriter:
     def __init__(self) -> None:
         self._write = tf.function(_written, autograph=False)
 
-    def write(self, parts: Sequence[Part]) -> list[Written]:
+    def write(self, parts: Sequence[Part]) -> list[WrittenShard]:
         """Write them; returns when all are there. Raises tf.errors.OpError for what a worker cannot write."""
         devices, names = tuple(each.device for each in parts), tuple(tuple(each.values) for each in parts)
         made = self._write(
@@ -91,7 +91,7 @@ class ShardWriter:
         for part, (index, finite) in zip(parts, made, strict=True):
             kinds = {name: _kind(each).name for name, each in part.values.items()}
             unlike = {name for name, is_finite in zip(part.values, finite.numpy(), strict=True) if not is_finite}
-            written.append(Written(index.numpy(), kinds, unlike))
+            written.append(WrittenShard(index.numpy(), kinds, unlike))
         return written
 
 
@@ -218,7 +218,7 @@ def shards_of(about: Mapping[str, Any]) -> list[Shard]:
     return found
 
 
-def flushed(prefix: Path, written: Written) -> Shard:
+def flushed(prefix: Path, written: WrittenShard) -> Shard:
     """A shard that a worker has written in a directory of this process' too, when it is on the disk.
 
     Raises OSError if it cannot be flushed, or if what is there is not what the worker has written.
