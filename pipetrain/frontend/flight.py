@@ -66,7 +66,6 @@ def state_of(
     about = {
         "of": way._asdict(),
         "taken": kept.taken,
-        "ahead": 0 if kept.in_flight is None else len(kept.in_flight.results),
         "states": [[len(mine.state) for mine in held] for held in kept.stages],
         "same": same,
         "left": left,
