@@ -117,7 +117,7 @@ class Store:
     def write(self, step: int, arrays: dict[str, np.ndarray], about: dict[str, Any]) -> Path:
         """Write a checkpoint and remove those that are too many. Raises OSError; earlier ones are then as before."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"format": FORMAT, "run": self._run, "step": step, **about})
+        text = json.dumps({"format": FORMAT, "run": self._run, "step": step, "arrays": len(arrays), **about})
         parts: dict[str, Any] = {ABOUT: np.frombuffer(text.encode(), dtype=np.uint8), **arrays}
         path = self.directory / f"step-{step:08}.npz"
         part = self.directory / f".{path.name}.{os.getpid()}.part"
@@ -261,6 +261,8 @@ def _read(path: Path) -> Checkpoint:
     with np.load(path, allow_pickle=False) as archive:
         about = _checked(archive)
         arrays = {name: archive[name] for name in archive.files if name != ABOUT}  # reading compares the checksums
+    if len(arrays) != about.get("arrays", len(arrays)):  # which the archive's directory has, whose bytes have none
+        raise ValueError(f"{len(arrays)} of its {about['arrays']} arrays are there")
     return Checkpoint(path, arrays, about)
 
 
