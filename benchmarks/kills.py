@@ -54,6 +54,9 @@ LIFE_S = 150.0  # in which a training process ends, or has lost a worker
 PLACES = {"write": ("writing", 0.15), "read": ("reading", 0.1)}  # what begins, and how long it takes at most
 
 
+UNWRITTEN = "could not be written"  # of a checkpoint
+
+
 class Plan(NamedTuple):
     """When a process is killed: so long after the ``count``-th event of a kind; ``victim`` -1 is the controller."""
 
@@ -222,7 +225,7 @@ class Trial:
                 life = Life(self._way, where, workers=cluster.addresses if cluster else ())
                 found = lived(life, None, cluster, self._log)
             if found.status:
-                raise RuntimeError(f"{self._name} does not train: {self.told()}")
+                raise RuntimeError(f"{self._name} does not train: {self._told()[-2000:]}")
             self._whole = found
             self._learn(found)
         return self._whole
@@ -234,9 +237,9 @@ class Trial:
         ends.callback(cluster.end)
         return cluster
 
-    def told(self) -> str:
-        """The end of what processes wrote."""
-        return self._log.read_text(encoding="utf-8", errors="replace")[-2000:] if self._log.exists() else ""
+    def _told(self) -> str:
+        """What processes wrote."""
+        return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
 
     def run(self, number: int, seed: int, kills: int = KILLS_OF_RUN) -> dict[str, Any]:
         """A run that is killed so often; what came of each kill, and whether it ended as the undisturbed one."""
@@ -249,7 +252,7 @@ class Trial:
             with ExitStack() as ends:
                 self._go_through(record, chance, folder, self._cluster(ends), kills)
         except Failed as error:
-            record |= {"why": str(error), "told": self.told()}
+            record |= {"why": str(error), "told": self._told()[-2000:]}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return record | {"took_s": round(time.monotonic() - begun_s, 1)}
@@ -263,8 +266,12 @@ class Trial:
             plan = self._planned(chance, saved > 0) if count < kills else None
             stretched = plan is not None and plan.moment in PLACES
             life = Life(self._way, folder, stretched, cluster.addresses if cluster else ())
+            told = len(self._told())
             found = lived(life, plan, cluster, self._log)
             self._learn(found)
+            is_alone = plan is None or plan.victim < 0  # else what a worker has cannot be had
+            if is_alone and UNWRITTEN in self._told()[told:]:
+                raise Failed(f"a training process told: {UNWRITTEN}")
             done, before = _went_on(found, killed, done, saved), saved
             saved = found.last("writing over") or saved
             if not found.killed:
