@@ -62,8 +62,7 @@ def emulate(slow: float, whole_s: float, message_s: float) -> None:
     from tensorflow.python.data.experimental.ops.testing import sleep
 
     from pipetrain.compute.functions.kernels import direct
-    from pipetrain.run.tree_exchange import TreeExchange
-    from pipetrain.run.tree_worker import TreeWorker
+    from pipetrain.run.tree_worker import TreeExchange, TreeWorker
 
     def sleeping(microseconds: Any) -> Any:
         waited = tf.data.Dataset.range(1).apply(sleep(microseconds // 2))  # it sleeps twice for an element

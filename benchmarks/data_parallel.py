@@ -14,6 +14,7 @@ examples:
   python benchmarks/data_parallel.py
   python benchmarks/data_parallel.py --network vgg --hosts 3 --rate 100 --rate 400 --rounds 10
   python benchmarks/data_parallel.py --scheme all-reduce --order ibatch --order auto --rounds 30
+  python benchmarks/data_parallel.py --scheme all-reduce --rate 20 --compression int8 --compression top-k
   python benchmarks/data_parallel.py --part forward --scheme parameter-server --servers 1 --rows 16384
 """
 
@@ -56,6 +57,7 @@ WORDS = 1000  # of made-up sentences, and of the Transformer's vocabulary
 PEER, PEER_PORT = "MultiWorker", 2322
 MEASURED = "measured"  # all that plans are made of: the peer's other processes, which would disturb that, may start
 STARTED = "started"  # the peer's first process, whose number follows: it is to have its host's part of the cores
+REPEATED = ("scheme", "order", "compression")  # options that may be given several times
 PACKS = {"its own packs": 0, "1 MiB packs": 2**20}
 
 
@@ -107,7 +109,9 @@ def made(network: str, rows: int, minibatches: int) -> tuple[keras.Model, np.nda
 class Way:
     """One scheme with one order, and the milliseconds of its steps so far, turn by turn."""
 
-    def __init__(self, options: argparse.Namespace, scheme: str, order: str, devices: list[str]) -> None:
+    def __init__(
+        self, options: argparse.Namespace, scheme: str, order: str, devices: list[str], compression: str | None = None
+    ) -> None:
         import keras
 
         import pipetrain
@@ -115,7 +119,8 @@ class Way:
         self.scheme, self.order, self._rows = scheme, order, options.rows * len(devices)
         model, self._x = made(options.network, self._rows, options.steps)
         on = options.servers if scheme == SERVING else None
-        self._pm = pipetrain.PipelineModel(model, scheme=with_options(scheme, order=order, servers=on), devices=devices)
+        how = with_options(scheme, order=order, servers=on, compression=compression)
+        self._pm = pipetrain.PipelineModel(model, scheme=how, devices=devices)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
         self.turns_ms: list[list[float]] = []
@@ -224,6 +229,11 @@ def train(options: argparse.Namespace) -> None:
                 else:
                     ways.append(way)
                     names.append([order])
+            for compression in options.compression or ():
+                way = Way(options, scheme, options.compressed_order, devices, compression)
+                way.turn(counts=False)
+                ways.append(way)
+                names.append([f"{options.compressed_order} and {compression}"])
         print(MEASURED, flush=True)
         for packs in PACKS if options.peer and options.part == "step" else ():
             peer = Peer(packs, peer_command(options, options.addresses, 0, packs), options.steps)
@@ -284,8 +294,9 @@ def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[
     hosts.limit(rate_mbit)
     alike = ("network", "rows", "rounds", "steps", "seconds", "part")
     given = [f"--{name}={value}" for name in alike for value in [getattr(options, name)]]
-    given += [f"--{name}={value}" for name in ("scheme", "order") for value in getattr(options, name) or ()]
+    given += [f"--{name}={value}" for name in REPEATED for value in getattr(options, name) or ()]
     given += ["--peer"] if options.peer else []
+    given += [f"--compressed-order={options.compressed_order}"]
     given += [f"--servers={options.servers}"] if options.servers else []
     addresses = [f"{address}:{PORT}" for address in hosts.addresses]
     command = hosts.on(0, sys.executable, __file__, *given, "--addresses", *addresses)
@@ -331,6 +342,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, metavar="S", help="after which no round begins")
     parser.add_argument("--scheme", choices=TRANSFERRING, action="append", help="(default: both)")
     parser.add_argument("--order", action="append", help="(default: all)")
+    parser.add_argument(
+        "--compression", action="append", metavar="NAME[:VALUE]", help="of gradients, beside the orders without any"
+    )
+    parser.add_argument("--compressed-order", default="layerwise", metavar="NAME", help="of transfers with it")
     parser.add_argument("--part", choices=("step", "forward"), default="step", help="whole steps, or pull and forward")
     parser.add_argument("--peer", action="store_true", help="MultiWorkerMirroredStrategy beside them")
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host

@@ -46,13 +46,16 @@ def parameters(name: str) -> set[str]:
     return set(inspect.signature(models.function(name)).parameters)
 
 
-def sizes(name: str, given: Mapping[str, int | None]) -> dict[str, int]:
-    """The size arguments for a network, what is given before its defaults. Raises ValueError for one it lacks."""
+def sizes(name: str, given: Mapping[str, int | None], published: bool = False) -> dict[str, int]:
+    """The size arguments for a network, what is given before its defaults, or before what was ``published``.
+
+    Raises ValueError for one it lacks.
+    """
     chosen = {key: value for key, value in given.items() if value is not None}
     for key, value in chosen.items():
         if key not in parameters(name):
             raise ValueError(f"{name} has no {key}. Received: {key}={value}. Try without it.")
-    return {**NETWORKS[name].size, **chosen}
+    return {**({} if published else NETWORKS[name].size), **chosen}
 
 
 def input_shape(name: str, example: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -110,10 +110,41 @@ def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "run
         help=f"(default: {optimizers.ADAPTIVE_RATE} for {', '.join(optimizers.ADAPTIVE)}; else the paper's: {rates})",
     )
     add("--momentum", type=float, default=0.9, metavar="X", help="of momentum and nesterov (default: 0.9)")
-    add("--depth", type=count, metavar="N", help="layers of the network (default: as published, 16 for snn)")
-    add("--width", type=count, metavar="N", help="units of its layers (default: as published, 512 for snn)")
+    add_size(parser)
     add("--seed", type=int, default=0, metavar="N", help="of weights and shuffling (default: 0)")
     add("--output", metavar="DIR", help=f"where to write results (default: {output})")
+
+
+def add_replicas(parser: argparse.ArgumentParser) -> None:
+    """How many devices each stage has."""
+    parser.add_argument(
+        "--replicas",
+        type=count,
+        nargs="+",
+        metavar="N",
+        help="devices of each stage, such as 2 1 1: three stages, the first on two devices, each of which does a part "
+        "of the rows (default: one each). Schemes without such stages have as many devices, or stages, in all",
+    )
+
+
+def with_replicas(options: argparse.Namespace, given: Collection[str]) -> None:
+    """As many stages as have replicas. Raises ValueError for another number, where ``given`` has it."""
+    if options.replicas is None:
+        return
+    if "stages" in given and options.stages != len(options.replicas):
+        raise ValueError(
+            f"Each stage has its number of devices. Received: --stages {options.stages}, --replicas "
+            f"{' '.join(map(str, options.replicas))}. Try --stages {len(options.replicas)}, or without it."
+        )
+    options.stages = len(options.replicas)
+
+
+def add_size(parser: argparse.ArgumentParser) -> None:
+    """How large the network is."""
+    add = parser.add_argument
+    add("--depth", type=count, metavar="N", help="layers of the network (default: as published, 16 for snn)")
+    add("--width", type=count, metavar="N", help="units of its layers (default: as published, 512 for snn)")
+    add("--published", action="store_true", help="as large as published, where the default is smaller: snn 32 x 2048")
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:

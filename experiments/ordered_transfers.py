@@ -34,8 +34,7 @@ from pipetrain.plan.cluster import Cluster, Level, Link  # noqa: E402
 from pipetrain.plan.profile import Profile  # noqa: E402
 from pipetrain.plan.roofline import TESLA_P40, Device, roofline  # noqa: E402
 from pipetrain.schemes.transfers.orders import ORDERS  # noqa: E402
-from pipetrain.schemes.transfers.plan import Phase, Plan  # noqa: E402
-from pipetrain.schemes.transfers.workload import Workload, backward_order  # noqa: E402
+from pipetrain.schemes.transfers.plan import Phase, Plan, Workload, backward_order  # noqa: E402  # noqa: E402
 from pipetrain.simulation.data_parallel import Setting, simulate_plan  # noqa: E402
 from pipetrain.simulation.profiled import message_of, workload_of  # noqa: E402
 

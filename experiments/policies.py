@@ -1,4 +1,4 @@
-"""Ways to deal with staleness, and one training of a small network under one of them."""
+"""Ways to deal with staleness, ways to send less, and one training of a small network under one of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import models
 from experiments import optimizers
 from experiments.datasets import Dataset
 from experiments.networks import input_shape, parameters
-from pipetrain.schemes.options import SpecTrain, TwoBW, Vanilla
+from pipetrain.schemes.compression import COMPRESSIONS, Int8, TopK
+from pipetrain.schemes.options import AllReduce, SpecTrain, TwoBW, Vanilla
+from pipetrain.schemes.synchrony import LocalSGD
 
 if TYPE_CHECKING:
     import keras
@@ -36,6 +38,20 @@ POLICIES: dict[str, Mapping[str, Any]] = {
     },
     "2bw/1.5": {"scheme": TwoBW(horizon=1.5)},
 }
+ORDER = "none"  # every order gives the same weights, and none has to be found by trials
+# What data parallelism sends; a policy's stages are then its workers.
+SENDING: dict[str, Mapping[str, Any]] = {
+    "all-reduce": {"scheme": AllReduce(ORDER)},
+    **{f"all-reduce/{name}": {"scheme": AllReduce(ORDER, name)} for name in COMPRESSIONS},
+    "all-reduce/int8 + feedback": {"scheme": AllReduce(ORDER, Int8(error_feedback=True))},
+    **{f"all-reduce/local:{steps}": {"scheme": AllReduce(ORDER, synchrony=LocalSGD(steps))} for steps in (8, 32)},
+    **{
+        f"all-reduce/diloco:{steps}": {"scheme": AllReduce(ORDER, synchrony=LocalSGD(steps, 0.7, 0.9))}
+        for steps in (8, 32)
+    },
+    "all-reduce/top-k - feedback": {"scheme": AllReduce(ORDER, TopK(error_feedback=False))},
+}
+EVERY_POLICY = {**POLICIES, **SENDING}
 MLP = "mlp"  # the network of this module
 GUESSING = math.log(10)  # the loss of ten classes, all equally likely
 
@@ -64,7 +80,13 @@ class Run:
     def name(self) -> str:
         """Of the file that keeps the outcome."""
         model = "" if self.model == MLP else f"{self.model}-"
-        policy = self.policy.replace(" + ", "-").replace("/", "-").replace("=", "")
+        policy = (
+            self.policy.replace(" + ", "-")
+            .replace(" - ", "-without-")
+            .replace("/", "-")
+            .replace("=", "")
+            .replace(":", "")
+        )
         return f"{model}{policy}-stages{self.stages}-rate{self.learning_rate:g}-seed{self.seed}"
 
 
@@ -111,7 +133,9 @@ def train(run: Run, data: Dataset) -> Outcome:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(loss=loss, metrics=["accuracy"])  # for the evaluation
     where = {} if run.policy == "single" else {"cuts": even_cuts(run, model)}
-    pm = pipetrain.PipelineModel(model, **where, **POLICIES[run.policy])
+    if run.policy in SENDING:
+        where = {"stages": run.stages}
+    pm = pipetrain.PipelineModel(model, **where, **EVERY_POLICY[run.policy])
     pm.compile(optimizers.build(run.optimizer, run.learning_rate, run.momentum), loss=loss)
     steps = _Count()
     try:

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.variants import Variant
+from pipetrain.logs import counted
 from pipetrain.schemes.coded_reduce import checked_tree
 from pipetrain.schemes.options import DEFAULT_POLICY, AnyScheme, owners, splits, with_horizon, with_options
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.table import CODED, HORIZONS, has, takes
+from pipetrain.schemes.table import AUTO, CODED, HORIZONS, PIPELINES, UNCUT, has, takes
 from pipetrain.schemes.text_form import chosen
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
-OWN = ("grid", "order", "servers")  # options of some schemes that are no policies
+OWN = ("grid", "order", "compression", "synchrony", "servers")  # options of some schemes that are no policies
 OF_TREE = {"children": "children", "depth": "tree_depth", "stragglers": "stragglers"}  # as settings call these
 
 
@@ -42,11 +43,14 @@ class Settings:
     stretch_momentum: bool | str = "auto"
     grid: Sequence[int] | None = None
     order: str | None = None
+    compression: str | None = None
+    synchrony: str | None = None
     servers: int | None = None
     children: int = 3
     tree_depth: int = 1
     stragglers: int = 1
     file: str | None = None  # that names the scheme: FILE.csv, or FILE.py:NAME
+    replicas: Sequence[int] | None = None  # devices of each stage, of schemes whose stages may have several
 
     @property
     def way(self) -> str | Scheme:
@@ -72,9 +76,31 @@ class Settings:
         return with_options(self.way, **self.tree, **{name: getattr(self, name) for name in (*DEFAULT_POLICY, *OWN)})
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether stages of this scheme may have several devices each: those of pipelines with one stage a device."""
+        if self.file is None and (self.scheme in UNCUT or self.scheme == AUTO):
+            return False
+        way = self.way
+        return (way if isinstance(way, Scheme) else PIPELINES[way]).schedule.chunks == 1
+
+    @property
     def devices(self) -> int:
-        """On how many it trains: one for each stage, or for each worker of a tree."""
-        return checked_tree(**self.tree).workers if self.tree else self.stages
+        """On how many it trains: one for each stage or as many as its replicas, or one for each worker of a tree."""
+        if self.tree:
+            return checked_tree(**self.tree).workers
+        return sum(self.replicas) if self.replicas else self.stages
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The arguments of ``PipelineModel`` that say where it trains.
+
+        Schemes whose stages cannot have several devices have as many devices, or stages, in all.
+        """
+        if self.tree or self.scheme == AUTO:
+            return {}
+        if self.replicas and self.has_replicas:
+            return {"stages": len(self.replicas), "replicas": tuple(self.replicas)}
+        return {"stages": self.devices}
 
     @property
     def label(self) -> str:
@@ -100,6 +126,14 @@ class Summary:
     diverged_at: int | None
     taken: dict[str, Any] | None = None  # by auto: the arguments of PipelineModel
     reason: str | None = None  # why
+
+
+def described(settings: Settings) -> str:
+    """How many stages, and on how many devices each where these are several."""
+    stages = counted(settings.layout.get("stages", settings.devices), "stage")
+    if not (settings.replicas and settings.has_replicas):
+        return stages
+    return f"{stages} on {'-'.join(map(str, settings.replicas))} devices"
 
 
 def microbatches_for(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 
 from experiments import resuming
 from experiments.intervals import interval, shown
-from experiments.records import Settings, Summary
+from experiments.records import Settings, Summary, described
 from pipetrain.logs import counted, text_table
 from pipetrain.schemes.table import DATA_PARALLEL, NAMES
 
-REFERENCES = (DATA_PARALLEL, "single")  # synchronous, the same gradient of each minibatch; the first that was run
+REFERENCES = (DATA_PARALLEL, "single")  # synchronous, the same gradient of each minibatch
 FREE = ("scheme", "file", "horizon", "microbatches", "seed")  # what may be different between the runs of a network
 # Chen et al. 2018 (arXiv 1809.02839), section 4: validation accuracy against data parallelism, in points.
 PAPER = {"vanilla": "-0.55", "weight-stashing": "-1.1", "spectrain": "0"}
@@ -88,17 +88,19 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 
 def _section(model: str, runs: Sequence[Run]) -> Section:
     schemes = {name: list(those) for name, those in groupby(runs, key=lambda run: run.settings.label)}
-    reference = next((name for name in REFERENCES if name in schemes), None)
+    references = [name for name in REFERENCES if name in schemes]
     columns = [
         _column(schemes, lambda run: run.summary.min_train_loss, min, 4),
         _column(schemes, lambda run: run.summary.min_val_loss, min, 4),
         _column(schemes, _percent, max, 2),
     ]
     header = ("scheme", "seeds", "min training loss", "min validation loss", "max validation accuracy, %")
-    if reference:
+    for reference in references:
         columns.append([Cell(_difference(those, schemes[reference])) for those in schemes.values()])
+        header = (*header, f"against {reference}, points")
+    if references:
         columns.append([Cell(PAPER_EXCEPTIONS.get((model, name), PAPER.get(name, ""))) for name in schemes])
-        header = (*header, f"against {reference}, points", "the paper")
+        header = (*header, "the paper")
     if any(run.summary.diverged_at for run in runs):
         columns.append([Cell(_divergence(those)) for those in schemes.values()])
         header = (*header, "diverged")
@@ -146,12 +148,17 @@ def _divergence(runs: Sequence[Run]) -> str:
 
 
 def _about(settings: Settings) -> str:
-    size = ", ".join(f"{key} {value}" for key, value in settings.size.items()) or "as published"
+    size = ", ".join(f"{key} {value}" for key, value in settings.size.items()) or "size as published"
     return (
         f"{size}; {settings.dataset}; {_optimizer(settings)}; "
         f"{settings.steps} steps of {settings.batch_size}, metrics every {settings.eval_every}; "
-        f"{counted(settings.stages, 'stage')}"
+        f"{_stages(settings)}"
     )
+
+
+def _stages(settings: Settings) -> str:
+    """Those of pipelines, whichever scheme this is."""
+    return described(replace(settings, scheme="vanilla", file=None))
 
 
 def _optimizer(settings: Settings) -> str:

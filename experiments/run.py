@@ -15,6 +15,7 @@ examples:
   python experiments/run.py --scheme 1f1b --stages 2 --local-workers 2
   python experiments/run.py --scheme coded-reduce --children 3 --stragglers 1 --local-workers 3
   python experiments/run.py --scheme grid --grid 2 2
+  python experiments/run.py --scheme spectrain --replicas 2 1 1
   python experiments/run.py --scheme parameter-server --order tic --servers 2 --local-workers 2
   python experiments/run.py --scheme spectrain --cluster hosts.json --wait 300
   python experiments/run.py --resume                     # go on with the newest run that was stopped
@@ -41,12 +42,14 @@ sys.path.insert(0, str(ROOT))
 from experiments import datasets, resuming  # noqa: E402
 from experiments.networks import NETWORKS, sizes  # noqa: E402
 from experiments.options import (  # noqa: E402
+    add_replicas,
     add_training,
     add_workers,
     fill_in,
     new_folder,
     owned,
     scheme_among,
+    with_replicas,
     writable,
 )
 from experiments.records import (  # noqa: E402
@@ -54,6 +57,7 @@ from experiments.records import (  # noqa: E402
     OWN,
     Settings,
     Summary,
+    described,
     microbatches_for,
     options_of,
 )
@@ -70,6 +74,7 @@ ALL = "all"  # of the paper and near it, each with other weights or another orde
 # What may be different when a run goes on, and options that say nothing about the run itself.
 CHANGEABLE = {
     "stages",
+    "replicas",
     "steps",
     "learning_rate",
     "momentum",
@@ -164,6 +169,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"given several times (default: spectrain). {ALL}: one after another {', '.join(table.NAMES)}",
     )
     add_training(parser, steps=1000)
+    add_replicas(parser)
     parser.add_argument(
         "--microbatches",
         type=count,
@@ -193,7 +199,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="show how the model is cut, and why")
     flags = add_scheme_options(
         parser,
-        (*DEFAULT_POLICY, "order", "servers", *OF_TREE, "grid"),
+        (*DEFAULT_POLICY, "order", "compression", "synchrony", "servers", *OF_TREE, "grid"),
         flags={"depth": "--tree-depth"},  # --depth is the network's
         defaults={name: getattr(Settings, own) for name, own in OF_TREE.items()},
     )
@@ -207,6 +213,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     fill_in(options)
     if options.grid is not None and "stages" not in options.given:
         options.stages = options.given["stages"] = prod(options.grid)
+    try:
+        with_replicas(options, options.given)
+    except ValueError as error:
+        parser.error(str(error))
     wanted = options.scheme or ["spectrain"]
     options.every = ALL in wanted
     wanted = [each for name in wanted for each in (table.NAMES if name == ALL else (name,))]
@@ -272,8 +282,14 @@ def begin(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
     if options.every:
         others = [name for name in (*table.EVERY_NAME, table.AUTO) if name not in options.scheme]
         print(f"{ALL}: {', '.join(options.scheme)}. By their names only: {', '.join(others)}.\n")
+    if options.replicas and not any(each.has_replicas for each in settings):
+        raise ValueError(
+            f"No stage of these schemes has several devices. Received: --replicas, {', '.join(options.scheme)}. "
+            "Try without it, or --scheme spectrain."
+        )
     start(options, max(each.devices for each in settings), ends)
-    size = sizes(options.model, {"depth": options.depth, "width": options.width})  # which loads Keras
+    given = {"depth": options.depth, "width": options.width}
+    size = sizes(options.model, given, options.published)  # which loads Keras
     settings = [replace(each, size=size) for each in settings]
     return output, run(possible(settings, options.every), options, output)
 
@@ -320,6 +336,8 @@ def go_on(options: argparse.Namespace, ends: ExitStack) -> tuple[Path, list[Summ
             "A run goes on from checkpoints. Received: --resume, --checkpoint-every 0. Try another number."
         )
     schemes_given = options.scheme if "scheme" in options.given else []
+    if "stages" in changes or "replicas" in changes:
+        changes |= {"stages": options.stages, "replicas": options.replicas}
     by_source = resuming.settings(output, schemes_given, changes, options.files)
     check_owned({name: changes.get(name) for name in OWN}, *(each.way for each in by_source.values()))
     start(options, max(each.devices for each in by_source.values()), ends)
@@ -358,7 +376,9 @@ def run(settings: Sequence[Settings], options: argparse.Namespace, output: Path)
 def _place_of(settings: Settings) -> str:
     if settings.scheme == "single":
         return "1 device"
-    return counted(settings.devices, "device" if settings.scheme in (table.AUTO, *table.COPIED) else "stage")
+    if settings.scheme in (table.AUTO, *table.COPIED):
+        return counted(settings.devices, "device")
+    return described(settings)
 
 
 def pictures(output: Path, summaries: Sequence[Summary]) -> str:

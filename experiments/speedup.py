@@ -11,11 +11,13 @@ The ways to train:
   data-parallel (ring)        gradients are summed in a ring after the backward, every device updates all weights
   data-parallel (overlapped)  the same, summed while the backward still goes on, as far as that lasts
   pipeline                    vanilla and weight stashing, which take the same time
-  spectrain                   the same, and the time to predict weights
+  pipeline (hybrid)           the same, of stages that may have several devices each: which, the planner decides
+  spectrain                   as pipeline, and the time to predict weights
+  spectrain (hybrid)          as pipeline (hybrid), and the time to predict weights
 
 Throughput is normalised to one device. A device's time per minibatch is computing, waiting for transfers, waiting for
 other stages (imbalance), and filling and draining the pipeline; a replica's rows are fewer, and computed less
-efficiently, which the roofline counts.
+efficiently, which the roofline counts. Takes about 30 s on one core.
 
 examples:
   python experiments/speedup.py
@@ -38,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 import models  # noqa: E402
 from experiments.options import writable  # noqa: E402
+from experiments.progress import tracked, write_rows  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
 from pipetrain.cli.arguments import Folded, count  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
@@ -54,7 +57,10 @@ from pipetrain.trace.trace import Trace  # noqa: E402
 
 PLATFORM = ROOT / "experiments" / "platforms" / "tesla_p40.json"
 DATA_PARALLEL = tuple(f"data-parallel ({how})" for how in ("server", "ring", "overlapped"))
-WAYS = ("single", "model-parallel", *DATA_PARALLEL, "pipeline", "spectrain")
+WAYS = (
+    *("single", "model-parallel", *DATA_PARALLEL),
+    *("pipeline", "pipeline (hybrid)", "spectrain", "spectrain (hybrid)"),
+)
 FULLY_CONNECTED = ("snn", "transformer", "residual_lstm")  # the paper's FCN and RNN networks
 CLOSE = 0.2
 
@@ -63,7 +69,7 @@ CLOSE = 0.2
 class Outcome:
     """One network trained one way: seconds per minibatch, and those of an average device by what they go to.
 
-    ``memory_bytes`` is what the fullest device keeps.
+    ``memory_bytes`` is what the fullest device keeps, ``replicas`` the devices of each stage.
     """
 
     model: str
@@ -75,6 +81,7 @@ class Outcome:
     imbalance_s: float
     fill_s: float
     memory_bytes: int
+    replicas: tuple[int, ...] = (1,)
     against_single: float = 1.0
 
     @property
@@ -118,6 +125,7 @@ def outcomes(
     copies = plan(profiled(rows).scaled(batch_size), [len(whole.blocks)], links, [devices], Training("single"))
     one = plan(whole, [len(whole.blocks)], links, training=Training("single"))
     stages = partition(whole, devices, links, training=Training("vanilla"))
+    hybrid = partition(whole, devices, links, replicate=True, training=Training("vanilla"))
     found = {
         "single": (one, simulate(one, "single", links, minibatches)),
         "model-parallel": (stages, simulate(stages, "gpipe", links, minibatches, microbatches=1)),
@@ -126,7 +134,9 @@ def outcomes(
             for how in ("server", "ring")
         },
         "pipeline": (stages, simulate(stages, "vanilla", links, minibatches)),
+        "pipeline (hybrid)": (hybrid, simulate(hybrid, "vanilla", links, minibatches)),
         "spectrain": (stages, simulate(stages, "spectrain", links, minibatches)),
+        "spectrain (hybrid)": (hybrid, simulate(hybrid, "spectrain", links, minibatches)),
     }
     results = {way: outcome(model, devices, way, *each, minibatches) for way, each in found.items()}
     results["data-parallel (overlapped)"] = overlapped(
@@ -141,7 +151,8 @@ def outcome(model: str, devices: int, way: str, cut: Partition, trace: Trace, mi
     waits = list(idle(trace).values())
     transfer_s, imbalance_s, fill_s = (fmean(each) / minibatches for each in zip(*waits, strict=True))
     compute_s = trace.duration_s / minibatches - transfer_s - imbalance_s - fill_s
-    return Outcome(model, devices, way, trace.step_s, compute_s, transfer_s, imbalance_s, fill_s, cut.fullest_bytes)
+    seconds = trace.step_s, compute_s, transfer_s, imbalance_s, fill_s
+    return Outcome(model, devices, way, *seconds, cut.fullest_bytes, tuple(each.replicas for each in cut.stages))
 
 
 def overlapped(ring: Outcome, backward_s: float) -> Outcome:
@@ -233,6 +244,7 @@ def report(results: Sequence[Outcome], memory_bytes: int | None) -> str:
     for devices in dict.fromkeys(each.devices for each in results):
         some = [each for each in results if each.devices == devices]
         parts.append(f"Throughput on {devices} devices, normalised to one\n\n{_throughput(some)}")
+        parts.append(f"Devices of each stage, where stages may have several: {_replicas(some)}.")
         parts.append(f"Time of {devices} devices: computing / transfers / imbalance / fill\n\n{_times(some)}")
         full = [f"{each.model} {each.way}" for each in some if memory_bytes and each.memory_bytes > memory_bytes]
         if full:
@@ -264,6 +276,10 @@ def _throughput(some: Sequence[Outcome]) -> str:
     return text_table(("network", "single ms", *WAYS[1:]), rows)
 
 
+def _replicas(some: Sequence[Outcome]) -> str:
+    return ", ".join(f"{each.model} {each.replicas}" for each in some if each.way == "pipeline (hybrid)")
+
+
 def _times(some: Sequence[Outcome]) -> str:
     by = {(each.model, each.way): each for each in some}
     names = list(dict.fromkeys(each.model for each in some))
@@ -284,7 +300,7 @@ def _yes(agrees: bool) -> str:
 
 
 def write(output: Path, options: argparse.Namespace, device: Device, results: Sequence[Outcome]) -> Path:
-    """Everything as JSON, for the figures."""
+    """Everything as JSON, for the figures; the outcomes as CSV too."""
     said = [
         {"says": each.says, "paper": each.paper, "ours": each.ours, "agrees": {w: each.agrees(w) for w in each.ours}}
         for each in statements(results)
@@ -297,6 +313,8 @@ def write(output: Path, options: argparse.Namespace, device: Device, results: Se
         "outcomes": [asdict(each) for each in results],
         "statements": said,
     }
+    rows = [{**asdict(each), "replicas": "-".join(map(str, each.replicas))} for each in results]
+    write_rows(output / "speedup.csv", rows)
     path = output / "speedup.json"
     path.write_text(json.dumps(data, indent=1), encoding="utf-8")
     return path
@@ -324,8 +342,8 @@ def simulated(options: argparse.Namespace, cluster: Cluster, device: Device) -> 
     """All that is asked for. Raises ValueError for more devices than a network has blocks."""
     start_tensorflow(1)
     results: list[Outcome] = []
-    for name in options.model or INPUTS:
-        print(name, file=sys.stderr)
+    names = options.model or [*INPUTS]
+    for name in tracked(names, names):
         profiled = profiles(name, device)
         for devices in options.devices or (2, 4):
             results += outcomes(name, profiled, devices, options.batch_size, cluster, options.minibatches)

@@ -10,12 +10,16 @@ A row of the table is a policy with its stages and learning rate: the mean over 
 width (Student's t). A run has diverged if it ends with a loss worse than that of guessing (the logarithm of 10); one
 whose loss is not even finite stops there, and has no accuracy.
 
-All of it, by default, is {runs} runs: about {minutes} minutes on two CPU cores. Runs that have ended in the output
-folder are not repeated, so that a study can be stopped and go on, or have more seeds or policies later.
+What it costs to send less is measured alike, by policies such as `all-reduce/int8`, whose stages are workers
+that share the rows.
+
+All of it, by default without these, is {runs} runs: about {minutes} minutes on two CPU cores. Runs that have ended in
+the output folder are not repeated, so that a study can be stopped and go on, or have more seeds or policies later.
 
 examples:
   python experiments/staleness.py
   python experiments/staleness.py --policy single --policy vanilla --policy spectrain --stages 4 --seeds 3
+  python experiments/staleness.py --policy single --policy all-reduce/int8 --policy all-reduce/top-k --stages 4
   python experiments/staleness.py --learning-rate 0.005 --learning-rate 0.04 --output runs/rates
 """
 
@@ -43,7 +47,7 @@ from experiments import datasets, optimizers  # noqa: E402
 from experiments.intervals import interval, shown  # noqa: E402
 from experiments.networks import NETWORKS  # noqa: E402
 from experiments.options import owned, rate, writable  # noqa: E402
-from experiments.policies import MLP, POLICIES, Outcome, Run, record, recorded, train  # noqa: E402
+from experiments.policies import EVERY_POLICY, MLP, POLICIES, SENDING, Outcome, Run, record, recorded, train  # noqa: E402
 from pipetrain.cli.arguments import (  # noqa: E402
     Folded,
     count,
@@ -110,9 +114,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--policy",
         "--scheme",
         action="append",
-        choices=POLICIES,
+        choices=EVERY_POLICY,
         metavar="NAME",
-        help="how to deal with staleness, see below; may be given several times (default: all)",
+        help="how to deal with staleness, or what to send, see below; may be given several times (default: all of the "
+        "former)",
     )
     add("--stages", type=count, action="append", metavar="N", help=f"pipeline stages{again % _default(STAGES)}")
     add("--learning-rate", type=rate, action="append", metavar="X", help=f"of SGD{again % _default(RATES)}")
@@ -164,13 +169,13 @@ def _default(values: Sequence[float]) -> dict[str, str]:
 
 
 def _policies() -> str:
-    settings = {name: keywords(POLICIES[name]) for name in POLICIES}
-    return "\n".join(f"  {name:<22} {text}" for name, text in settings.items())
+    return "\n".join(f"  {name:<28} {keywords(given)}" for name, given in EVERY_POLICY.items())
 
 
 def planned(options: argparse.Namespace) -> list[Run]:
     """Every run of the study, in the order of the table. Raises ValueError, before any, for those that cannot be."""
-    if options.model == MLP and max(options.stages) > options.depth:
+    in_stages = {*options.policy} - {*SENDING}
+    if in_stages and options.model == MLP and max(options.stages) > options.depth:
         raise ValueError(
             f"Every stage needs a layer. Received: --stages {max(options.stages)}, --depth {options.depth}. "
             f"Try at most --stages {options.depth}."

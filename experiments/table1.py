@@ -3,8 +3,8 @@
 After Chen et al. 2018 (arXiv 1809.02839), section 4: 5,000 minibatches of 128, metrics every 20 of them; of each run
 the least training loss, the least validation loss and the highest validation accuracy. Here they are means over seeds
 with their 95% interval. Runs of one seed start from the same weights and see the same minibatches, so that differences
-in accuracy are taken seed by seed: against data-parallel, or against single where that is run instead (the same
-gradient on one device: cheaper on a machine without GPUs).
+in accuracy are taken seed by seed: against data-parallel, and against single (the same gradient on one device: cheaper
+on a machine without GPUs), where these are run.
 
 Runs go to DIR/<network>/<scheme>/seed<N>/, and a run that has ended there is not repeated: stop the command when you
 like and give it again. The table and the figure show all runs that DIR holds, so that networks which need other sizes,
@@ -35,7 +35,15 @@ sys.path.insert(0, str(ROOT))
 
 from experiments import datasets, optimizers, results  # noqa: E402
 from experiments.networks import NETWORKS, PUBLISHED, defaults, parameters, sizes  # noqa: E402
-from experiments.options import learning_rate, owned, rate, writable  # noqa: E402
+from experiments.options import (  # noqa: E402
+    add_replicas,
+    add_size,
+    learning_rate,
+    owned,
+    rate,
+    with_replicas,
+    writable,
+)
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import variant  # noqa: E402
 from pipetrain.cli.arguments import Folded, count  # noqa: E402
@@ -87,6 +95,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--seeds", type=count, default=3, metavar="N", help="runs of each scheme, with seeds 0 to N-1 (default: 3)"
     )
     parser.add_argument("--stages", type=count, default=4, metavar="N", help="pipeline stages (default: 4)")
+    add_replicas(parser)
     parser.add_argument("--batch-size", type=count, default=128, metavar="N", help="(default: 128 rows)")
     parser.add_argument(
         "--optimizer",
@@ -102,10 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"size, such as adam, {optimizers.ADAPTIVE_RATE:g})",
     )
     parser.add_argument("--momentum", type=rate, default=0.9, metavar="X", help="of SGD (default: 0.9)")
-    parser.add_argument(
-        "--depth", type=count, metavar="N", help="layers, of networks that have it (default: as run.py's)"
-    )
-    parser.add_argument("--width", type=count, metavar="N", help="units of the layers (default: as run.py's)")
+    add_size(parser)
     parser.add_argument(
         "--dataset", choices=datasets.NAMES, help=f"(default: that of the network: {defaults('dataset')})"
     )
@@ -119,6 +125,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--gather", action="store_true", help="train nothing: the table of the runs in --output")
     options = parser.parse_args(arguments)
+    given = parser.parse_args(arguments, argparse.Namespace(stages=None))
+    try:
+        with_replicas(options, ["stages"] if given.stages is not None else [])
+    except ValueError as error:
+        parser.error(str(error))
     options.model = list(dict.fromkeys(options.model or PUBLISHED))
     options.scheme = list(dict.fromkeys(options.scheme or map(variant, SCHEMES)))
     return options
@@ -143,6 +154,7 @@ def planned(options: argparse.Namespace) -> list[Settings]:
             optimizer=options.optimizer,
             horizon=ahead,
             file=file,
+            replicas=options.replicas,
         )
         for model in options.model
         for seed in range(options.seeds)
@@ -155,7 +167,7 @@ def _size(model: str, options: argparse.Namespace) -> dict[str, int]:
     given = {"depth": options.depth, "width": options.width}
     if len(options.model) > 1:
         given = {key: value for key, value in given.items() if key in parameters(model)}
-    return sizes(model, given)
+    return sizes(model, given, options.published)
 
 
 def train_all(wanted: Sequence[Settings], output: Path, data_dir: str | None) -> None:
@@ -166,7 +178,7 @@ def train_all(wanted: Sequence[Settings], output: Path, data_dir: str | None) ->
     print(f"{len(wanted)} runs, {len(wanted) - len(left)} of them ended already")
     if not left:
         return
-    start_tensorflow(left[0].stages)
+    start_tensorflow(max(each.devices for each in left))
     import keras
 
     from experiments.training import check, train

@@ -7,7 +7,10 @@ sums (or new weights) come back, 2 * (devices - 1) * weights; a ring sends as mu
 pipeline, what crosses a cut (skips over it included) goes down as activations and comes back as gradients,
 2 * (sum over cuts); the cuts are those that the planner makes from a profile. Four bytes a number.
 
-Profiles are measured with few rows and scaled to the minibatch: it is the balance between layers that decides on cuts.
+It is the balance between layers that decides on cuts. By default it is that of a Tesla P40, the paper's card: what a
+layer has to compute is counted from its shapes, and a roofline makes seconds of it (see pipetrain/plan/roofline.py), so
+that every machine gives the same figures, in about 20 s. With --measure layers are timed on this machine with a few
+rows, scaled to the minibatch: about two minutes, and other cuts where it is noisy or balanced otherwise.
 
 examples:
   python experiments/traffic.py
@@ -28,11 +31,14 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models  # noqa: E402
-from pipetrain.cli.arguments import Folded  # noqa: E402
+from experiments.options import writable  # noqa: E402
+from experiments.progress import tracked, write_rows  # noqa: E402
+from pipetrain.cli.arguments import Folded, count  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.partition import partition, plan  # noqa: E402
 from pipetrain.plan.profile import mib  # noqa: E402
+from pipetrain.plan.roofline import TESLA_P40  # noqa: E402
 
 # What each network reads, as published: CIFAR-10 images, 20 words, and Inception v4's own images of 299 pixels.
 INPUTS = {
@@ -63,13 +69,17 @@ class Traffic:
         return self.data_parallel_bytes / self.pipeline_bytes
 
 
-def measure(name: str, batch_size: int, devices: int, rows: int) -> Traffic:
-    """Profile one network and count."""
+def measure(name: str, batch_size: int, devices: int, rows: int | None) -> Traffic:
+    """Profile one network, with so many rows on this machine or by the roofline of a Tesla P40, and count."""
     from pipetrain import profile
+    from pipetrain.compute.profiling.operation_count import analytic
 
     model = models.build(name, INPUTS[name], CLASSES.get(name, 10))
-    measured = profile(model, rows, verbose=sys.stdout.isatty()).scaled(batch_size)
-    pipeline, copies = partition(measured, devices), plan(measured, [len(measured.blocks)], replicas=[devices])
+    if rows is None:
+        balance = analytic(model, batch_size, TESLA_P40)
+    else:
+        balance = profile(model, rows, verbose=sys.stdout.isatty()).scaled(batch_size)
+    pipeline, copies = partition(balance, devices), plan(balance, [len(balance.blocks)], replicas=[devices])
     return Traffic(name, model.count_params(), copies.sent_bytes, pipeline.sent_bytes, pipeline.cuts)
 
 
@@ -99,31 +109,43 @@ def _times(ratio: float) -> str:
     return f"{ratio:.1f}x" if ratio < 100 else f"{ratio:.0f}x"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+def write(output: Path, options: argparse.Namespace, results: Sequence[Traffic]) -> Path:
+    """What is known by now, as JSON for the figure and as CSV."""
+    networks = [{**asdict(each), "ratio": each.ratio} for each in results]
+    write_rows(output / "traffic.csv", [{**each, "cuts": " ".join(each["cuts"])} for each in networks])
+    path = output / "traffic.json"
+    data = {"batch_size": options.batch_size, "devices": options.devices, "networks": networks}
+    path.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 2 for arguments that cannot be used."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("--model", action="append", choices=INPUTS, help="(default: all six)")
-    parser.add_argument("--batch-size", type=int, default=128, metavar="N", help="rows per minibatch (default: 128)")
-    parser.add_argument("--devices", type=int, default=4, metavar="N", help="(default: 4)")
-    parser.add_argument("--rows", type=int, default=8, metavar="N", help="to profile with (default: 8)")
+    parser.add_argument("--batch-size", type=count, default=128, metavar="N", help="rows per minibatch (default: 128)")
+    parser.add_argument("--devices", type=count, default=4, metavar="N", help="(default: 4)")
+    parser.add_argument(
+        "--measure", type=count, nargs="?", const=8, metavar="ROWS", help="time layers here, with so many rows (8)"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="where results go (default: runs/traffic)")
     options = parser.parse_args(arguments)
-    output = options.output or ROOT / "runs" / "traffic"
-    output.mkdir(parents=True, exist_ok=True)
-    start_tensorflow(1)
-    results = []
-    for name in options.model or INPUTS:
-        print(name, file=sys.stderr)
-        results.append(measure(name, options.batch_size, options.devices, options.rows))
-    settings = {"batch_size": options.batch_size, "devices": options.devices}
-    data = {**settings, "networks": [{**asdict(each), "ratio": each.ratio} for each in results]}
-    path = output / "traffic.json"
-    path.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    names, results = options.model or [*INPUTS], []
+    try:
+        output = writable(options.output or ROOT / "runs" / "traffic")
+        start_tensorflow(1)
+        for name in tracked(names, names):
+            results.append(measure(name, options.batch_size, options.devices, options.measure))
+            path = write(output, options, results)
+    except ValueError as error:
+        print(f"traffic.py: {error}", file=sys.stderr)
+        return 2
     from plots.traffic import draw
 
     print(f"Bytes sent per minibatch of {options.batch_size} rows on {options.devices} devices\n\n{report(results)}\n")
     print(draw(path, path.with_suffix(".png")))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

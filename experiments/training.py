@@ -23,7 +23,7 @@ from experiments.records import CHECKPOINTS, Settings, Summary
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
 from pipetrain.frontend.layout import available, check_local
 from pipetrain.schemes.options import check_microbatches, with_horizon
-from pipetrain.schemes.table import AUTO, DATA_PARALLEL, UNCUT
+from pipetrain.schemes.table import DATA_PARALLEL, UNCUT
 
 EVALUATION_ROWS = 500  # per batch; evaluation is no part of what is timed
 TIMED_STEPS = (50, 250)  # samples per second are measured between these, or over the second half of a shorter run
@@ -110,10 +110,7 @@ class Recorder(keras.callbacks.Callback):
 def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel:
     """The model as a pipeline, compiled. Raises ValueError for what cannot be trained."""
     pm = pipetrain.PipelineModel(
-        model,
-        None if settings.tree or settings.scheme == AUTO else settings.stages,
-        settings.scheme_with_options,
-        microbatches=settings.microbatches,
+        model, scheme=settings.scheme_with_options, microbatches=settings.microbatches, **settings.layout
     )
     pm.compile(
         optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum),
@@ -127,7 +124,7 @@ def check(settings: Settings) -> None:
     """Raise ValueError, before anything is trained, for settings that no network can be trained with."""
     check_microbatches(settings.microbatches, with_horizon(settings.way, settings.horizon))
     if settings.scheme != DATA_PARALLEL:
-        layers = [keras.layers.Dense(1) for _ in range(settings.stages)]
+        layers = [keras.layers.Dense(1) for _ in range(settings.devices)]
         pipelined(keras.Sequential([keras.Input((1,)), *layers]), settings)
     else:
         check_local(available())

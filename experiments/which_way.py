@@ -39,6 +39,7 @@ GPT, TEXT, BYTES = "gpt2", (128,), 256  # GPT-2 of 12 blocks of 768 units, which
 NETWORKS = {**INPUTS, GPT: TEXT}
 LATENCY_S, GBIT, MEMORY_BYTES = 50e-6, 1e9 / 8, 24 * 2**30
 BATCH_SIZE = 512
+SLICES = 2, 4, 8, 16  # parts of layers' outputs, of which grids on up to 16 devices are made
 
 
 class Cell(NamedTuple):
@@ -65,7 +66,7 @@ def profile_of(name: str) -> Profile:
     from pipetrain.compute.profiling.operation_count import operation_counts
 
     model = models.build(name, NETWORKS[name], BYTES if name == GPT else CLASSES.get(name, 10))
-    profile = roofline(name, BATCH_SIZE, operation_counts(model, BATCH_SIZE), TESLA_P40)
+    profile = roofline(name, BATCH_SIZE, operation_counts(model, BATCH_SIZE), TESLA_P40, SLICES)
     return replace(profile, network=network_of(Chain(model)))
 
 

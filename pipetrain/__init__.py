@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pipetrain.plan.partition import partition
     from pipetrain.plan.profile import Profile
     from pipetrain.plan.stages import Partition
+    from pipetrain.schemes.compression import BFloat16, Float16, Int4, Int8, PowerSGD, RandomK, Sign, TopK
     from pipetrain.schemes.grid import Grid
     from pipetrain.schemes.options import (
         AllReduce,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         VerticalSync,
         WeightStashing,
     )
+    from pipetrain.schemes.synchrony import LocalSGD
     from pipetrain.simulation.coded_reduce import simulate_tree
     from pipetrain.simulation.every_way import choose
     from pipetrain.simulation.grid import simulate_grid
@@ -55,17 +57,26 @@ if TYPE_CHECKING:
 __all__ = [
     "AllReduce",
     "Auto",
+    "BFloat16",
     "CodedReduce",
+    "Float16",
     "Grid",
+    "Int4",
+    "Int8",
     "Interleaved",
+    "LocalSGD",
     "LocalWorkers",
     "LoopedBFS",
     "ParameterServer",
     "Partition",
     "PipelineModel",
+    "PowerSGD",
     "Profile",
+    "RandomK",
+    "Sign",
     "SpecTrain",
     "SpikeCompensation",
+    "TopK",
     "Trace",
     "TwoBW",
     "Vanilla",
@@ -95,17 +106,26 @@ processor.switch_on()  # which only serves before TensorFlow is loaded
 _HOMES = {
     "AllReduce": "pipetrain.schemes.options",
     "Auto": "pipetrain.schemes.options",
+    "BFloat16": "pipetrain.schemes.compression",
     "CodedReduce": "pipetrain.schemes.options",
+    "Float16": "pipetrain.schemes.compression",
     "Grid": "pipetrain.schemes.grid",
+    "Int4": "pipetrain.schemes.compression",
+    "Int8": "pipetrain.schemes.compression",
     "Interleaved": "pipetrain.schemes.options",
+    "LocalSGD": "pipetrain.schemes.synchrony",
     "LocalWorkers": "pipetrain.cluster.local_workers",
     "LoopedBFS": "pipetrain.schemes.options",
     "ParameterServer": "pipetrain.schemes.options",
     "Partition": "pipetrain.plan.stages",
     "PipelineModel": "pipetrain.model",
+    "PowerSGD": "pipetrain.schemes.compression",
     "Profile": "pipetrain.plan.profile",
+    "RandomK": "pipetrain.schemes.compression",
+    "Sign": "pipetrain.schemes.compression",
     "SpecTrain": "pipetrain.schemes.options",
     "SpikeCompensation": "pipetrain.schemes.options",
+    "TopK": "pipetrain.schemes.compression",
     "Trace": "pipetrain.trace.trace",
     "TwoBW": "pipetrain.schemes.options",
     "Vanilla": "pipetrain.schemes.options",

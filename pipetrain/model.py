@@ -11,15 +11,14 @@ import keras
 
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.compilation import arguments_of, resolved
+from pipetrain.frontend.contexts import Turn, taking_turns
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.keras_loop import KerasLoop
 from pipetrain.frontend.options import Options, check_jit_compile, checked, taken_over, taken_over_trace
 from pipetrain.frontend.overview import Overview
 from pipetrain.frontend.refusals import check_optimizer_kind
 from pipetrain.frontend.strategies import strategy_of
-from pipetrain.frontend.turn import Turn, taking_turns
-from pipetrain.plan.choice import Choice
-from pipetrain.plan.explanation import Explanation
+from pipetrain.plan.choice import Choice, Explanation
 from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_bool
 from pipetrain.schemes.options import AnyScheme

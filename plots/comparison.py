@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pipetrain.schemes.table import GRIDS, HORIZONS, PIPELINES, TRANSFERRING, TREES
 from pipetrain.trace.idle import messages
-from pipetrain.trace.steady import first_of_steady, pieces
+from pipetrain.trace.timeline import first_of_steady, pieces
 from pipetrain.trace.trace import Trace
 from plots import breakdown, learning_curves, memory, page, runs, throughput, timeline, transfers
 from plots.missing import attempt

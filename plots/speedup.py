@@ -26,7 +26,9 @@ LOOKS = {
     "data-parallel (ring)": (COLOURS["data-parallel"], ""),
     "data-parallel (overlapped)": (COLOURS["data-parallel"], "..."),
     "pipeline": (COLOURS["vanilla"], ""),
+    "pipeline (hybrid)": (COLOURS["vanilla"], "///"),
     "spectrain": (COLOURS["spectrain"], ""),
+    "spectrain (hybrid)": (COLOURS["spectrain"], "///"),
 }
 # As in breakdown.py.
 PARTS = {
@@ -40,6 +42,7 @@ SHORT = {
     "data-parallel (ring)": "data, ring",
     "data-parallel (overlapped)": "data, overlapped",
     "model-parallel": "model",
+    "spectrain (hybrid)": "spectrain, hybrid",
 }
 
 
@@ -55,7 +58,7 @@ def draw(path: Path, output: Path) -> list[Path]:
 def throughput(data: dict) -> Figure:
     """After the paper's Figure 9: bars for every network, a panel for each number of devices."""
     counts, names = _axes_of(data)
-    figure = Figure(figsize=(1.7 * len(names) + 3, 3.3 * len(counts) + 1), layout="constrained")
+    figure = Figure(figsize=(2.2 * len(names) + 3, 3.3 * len(counts) + 1), layout="constrained")
     panels = figure.subplots(len(counts), 1, squeeze=False)[:, 0]
     for panel, devices in zip(panels, counts, strict=True):
         by = {(each["model"], each["way"]): each for each in data["outcomes"] if each["devices"] == devices}
@@ -88,9 +91,10 @@ def breakdown(data: dict) -> Figure:
     counts, names = _axes_of(data)
     figure = Figure(figsize=(5.5 * len(counts) + 1.5, 1.35 * len(names) + 1.2), layout="constrained")
     panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
-    rows = [(name, way) for name in names for way in LOOKS if way != "pipeline"]
-    gap = len(LOOKS)  # one row wider than a network's ways
-    heights = [n // (gap - 1) * gap + n % (gap - 1) for n in range(len(rows))]
+    ways = [way for way in LOOKS if not way.startswith("pipeline")]  # spectrain's, and no time to predict
+    rows = [(name, way) for name in names for way in ways]
+    gap = len(ways) + 1
+    heights = [n // len(ways) * gap + n % len(ways) for n in range(len(rows))]
     for panel, devices in zip(panels, counts, strict=True):
         by = {(each["model"], each["way"]): each for each in data["outcomes"] if each["devices"] == devices}
         _stacks(panel, heights, [by[row] for row in rows])

@@ -7,8 +7,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
-from pipetrain.schemes.transfers.workload import Layer, Message, Workload
+from pipetrain.schemes.transfers.plan import Layer, Message, Pack, Phase, Plan, Workload
 
 SECONDS = st.integers(0, 20).map(float)
 MESSAGES = st.builds(Message, SECONDS, st.sampled_from([0.0, 0.25, 1.0]))

@@ -1,7 +1,8 @@
 """Trains on files that only the workers have; prints, as JSON, what this process sent in each step and how it trained.
 
-``python worker_files.py SCHEME FOLDER ADDRESS ...``: in the folder every worker has what ``write`` wrote there, this
-process nothing. ``python worker_files.py --write FOLDER WORKER READERS`` writes, for the first workers, which read.
+``python worker_files.py SCHEME NETWORK FOLDER ADDRESS ...``: in the folder every worker has what ``write`` wrote there,
+this process nothing. ``python worker_files.py --write FOLDER WORKER READERS`` writes, for the first workers, which
+read.
 """
 
 from __future__ import annotations
@@ -33,7 +34,30 @@ def write(folder, worker, readers):
         Path(f"{name}.y").write_bytes(y[mine].astype("int32").tobytes())
 
 
-def main(scheme, folder, *addresses):
+def dense():
+    import keras
+
+    layers = [keras.layers.Dense(16, "tanh", name=f"d{n}") for n in range(3)]
+    return keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(5)])
+
+
+def residual():
+    """As many variables as a ResNet50 without biases: 161 weights, and 106 statistics that layers keep."""
+    import keras
+
+    x = keras.Input((WIDTH,))
+    y = keras.layers.Dense(16, use_bias=False)(x)
+    for _ in range(53):
+        z = keras.layers.Dense(16, use_bias=False)(y)
+        z = keras.layers.BatchNormalization()(z)
+        y = keras.layers.Add()([y, keras.layers.ReLU()(z)])
+    return keras.Model(x, keras.layers.Dense(5)(y))
+
+
+NETWORKS = {"dense": dense, "residual": residual}
+
+
+def main(scheme, network, folder, *addresses):
     import pipetrain
 
     devices = pipetrain.connect(addresses)
@@ -63,11 +87,10 @@ def main(scheme, folder, *addresses):
         "arrays": dict(zip("xy", rows()), batch_size=BATCH),
     }.items():
         keras.utils.set_random_seed(0)
-        layers = [keras.layers.Dense(16, "tanh", name=f"d{n}") for n in range(3)]
-        model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(5)])
+        model = NETWORKS[network]()
         sent = []
         pm = networks.in_way(model, 2, scheme, devices=devices)
-        pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy())
+        pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), networks.crossentropy())
         history = pm.fit(**data, epochs=2, shuffle=False, verbose=0, callbacks=[Sent()]).history
         found[name] = {"loss": history["loss"], "weights": [each.tolist() for each in pm.get_weights()]}
         found[name]["sent"] = np.diff(sent).tolist()

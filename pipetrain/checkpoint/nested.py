@@ -11,10 +11,10 @@ import tensorflow as tf
 from pipetrain.compute.functions import stage_values, weight_binding, weight_products
 from pipetrain.compute.program import late_sums, stage_trace, walk
 from pipetrain.compute.tensorflow_private import parts_of_slices_spec
-from pipetrain.run import collector, kept
+from pipetrain.run import collector
 from pipetrain.schemes import policies, weight_versions
 
-IN_FLIGHT = (stage_values, weight_binding, weight_products, late_sums, stage_trace, walk, collector, kept, policies)
+IN_FLIGHT = (stage_values, weight_binding, weight_products, late_sums, stage_trace, walk, collector, policies)
 RECORDS: dict[str, Any] = {  # all that these modules have, whether it is in flight today or not
     name: kind
     for module in (*IN_FLIGHT, weight_versions)

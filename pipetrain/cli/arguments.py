@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from pipetrain.plan.cluster import size_bytes
+from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.options import DEFAULT_POLICY, OPTIONS, AsynchronousOptions, described, owners
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.synchrony import synchrony_of
 from pipetrain.schemes.table import GRID, HORIZONS
 from pipetrain.schemes.text_form import SUFFIX, chosen
 
@@ -51,6 +53,19 @@ def count(text: str) -> int:
 def whole(text: str) -> int:
     """A whole number from 0 up."""
     return 0 if text == "0" else count(text)
+
+
+def text_for(check: Callable[[str], object]) -> Callable[[str], str]:
+    """The text itself, where the check accepts it. Raises ArgumentTypeError with what it says of another."""
+
+    def checked(text: str) -> str:
+        try:
+            check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return text
+
+    return checked
 
 
 def horizon(text: str) -> str | float:
@@ -156,7 +171,13 @@ class _OfGrid:
 
 
 SCHEMES: dict[str, type[Any]] = {**OPTIONS, GRID: _OfGrid}
-KINDS = {"grid": count, "horizon": horizon, "stretch_momentum": auto_or_bool}  # where the field's type does not say it
+KINDS = {  # where the field's type does not say it
+    "compression": text_for(compression_of),
+    "grid": count,
+    "horizon": horizon,
+    "stretch_momentum": auto_or_bool,
+    "synchrony": text_for(synchrony_of),
+}
 
 
 def add_scheme_options(

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.arguments import Folded, count, port, positive_number
-from pipetrain.cluster.commands import launched_worker
-from pipetrain.cluster.hosts import is_loopback, split
+from pipetrain.cluster.hosts import is_loopback, launched_worker, split
 from pipetrain.cluster.membership import Member, expanded, member_of, without_port
-from pipetrain.cluster.script_run import ScriptRun
 from pipetrain.cluster.server import GONE_S
 from pipetrain.cluster.ssh_workers import SshWorkers
+from pipetrain.cluster.supervision import ScriptRun
 from pipetrain.logs import quiet_stderr
 
 ABOUT = """Run a script on several hosts, or on several workers of this one, and end all with it.

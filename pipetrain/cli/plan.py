@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from pipetrain.cli.arguments import Folded, add_scheme, add_scheme_options
+from pipetrain.cli.arguments import Folded, add_scheme, add_scheme_options, share
 from pipetrain.cli.given import add_common, given, schemes_of
 from pipetrain.plan.balance import Balance
 from pipetrain.plan.cluster import Cluster
@@ -29,6 +29,13 @@ def add_balance(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--no-overlap", action="store_true", help="--balance where no gradients are sent while layers compute"
+    )
+    command.add_argument(
+        "--overlap",
+        type=share,
+        default=1.0,
+        metavar="X",
+        help="--balance where so much of the gradients' exchange goes on meanwhile, from 0 to 1 (default: 1)",
     )
     command.add_argument(
         "--as-printed",
@@ -56,7 +63,8 @@ def balance(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> 
         default=math.inf,
     )
     system = flops / profile.total_s / slowest
-    return str(Balance(layers, options.devices, options.batch_size, system, not options.no_overlap, options.as_printed))
+    overlap = 0.0 if options.no_overlap else options.overlap
+    return str(Balance(layers, options.devices, options.batch_size, system, overlap, options.as_printed))
 
 
 ABOUT = """Plan how to train a saved Keras model on several devices, without training it.

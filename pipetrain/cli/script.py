@@ -31,8 +31,7 @@ def main() -> int:
     atexit.register(_end_alone, os.getpid(), int(launcher))
     threading.Thread(target=_attend, args=(int(launcher),), daemon=True).start()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from pipetrain.cluster.script_run import END, JOINED, LOST_WORKER
-    from pipetrain.cluster.supervision import LOST
+    from pipetrain.cluster.supervision import END, JOINED, LOST, LOST_WORKER
     from pipetrain.logs import quiet_stderr
 
     with quiet_stderr():  # of what TensorFlow greets with

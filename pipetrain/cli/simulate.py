@@ -78,7 +78,7 @@ def add(commands: Any) -> None:
     command.add_argument("--output", type=Path, metavar="FILE", help="write the trace, or one for each scheme")
     add_scheme_options(
         command,
-        ("horizon", "chunks", "order", "servers", *TREE, "grid"),
+        ("horizon", "chunks", "order", "compression", "synchrony", "servers", *TREE, "grid"),
         by_default={"children": "all devices, of which the root is none, as children of it"},
     )
     command.set_defaults(run=run)
@@ -102,7 +102,10 @@ def run(options: argparse.Namespace) -> None:
     """Print what was simulated, and write the traces that are asked for."""
     schemes = options.scheme or ["single", table.DATA_PARALLEL, "spectrain"]
     named = schemes_of(schemes, options)
-    check_owned({name: getattr(options, name) for name in ("order", "servers", "grid", *TREE)}, *named)
+    check_owned(
+        {name: getattr(options, name) for name in ("order", "compression", "synchrony", "servers", "grid", *TREE)},
+        *named,
+    )
     made = given(options, schemes, table.check_name)
     profile = made.profile.faster(options.speed)
     of_microbatches = made.of_microbatches and made.of_microbatches.faster(options.speed)
@@ -117,6 +120,8 @@ def run(options: argparse.Namespace) -> None:
         tree=tree_of(options),
         grid=options.grid,
         servers=options.servers,
+        compression=options.compression,
+        synchrony=options.synchrony,
         minibatches=options.minibatches,
         reduction=options.reduction,
         slowdown=options.slowdown,

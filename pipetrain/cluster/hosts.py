@@ -1,4 +1,4 @@
-"""The workers of a cluster by their addresses: what a hosts file, TF_CONFIG or a program says of them."""
+"""The workers of a cluster: their addresses, as a hosts file, TF_CONFIG or a program says them, and their commands."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,15 @@ NAMES = "PIPETRAIN_WORKER_NAMES"  # the hosts of addresses, as JSON
 JOBS = "PIPETRAIN_WORKER_JOBS"  # whose workers are to be at addresses, as JSON
 RUN = "PIPETRAIN_RUN"  # what tells a launcher from an earlier one, if the job's name does not
 EXAMPLE = '{"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}'
+ROOT = str(Path(__file__).parents[2])  # of this very package, wherever the program has it from
+# Python would put the current folder first on the path of modules, where anybody may have written; -P is of 3.11 on.
+# One line: csh, which may be the shell of a host, takes no other. It begins with what a list of processes is to show.
+MAIN = (
+    "pipetrain = None; import sys; sys.path = [each for each in sys.path if each]; root, name = sys.argv[1:3]; "
+    "del sys.argv[1:3]; "
+    "sys.path[:0] = {root} - {*sys.path, str()}; from importlib import import_module; "
+    "sys.exit(import_module(name).main())"
+)
 
 
 def split(address: str) -> tuple[str, int]:
@@ -163,3 +173,28 @@ def _tf_config(text: str) -> dict[str, Any]:
     if not isinstance(data, dict) or "cluster" not in data:
         raise ValueError("no cluster")
     return data
+
+
+def process(module: str, *arguments: object, python: Sequence[str] = (), root: str = ROOT) -> list[str]:
+    """The command of a process that calls ``main`` of a module of this package.
+
+    Args:
+        module: its name.
+        arguments: of the command line.
+        python: the command of Python; by default this process' one.
+        root: the folder with the package, if Python does not find it there by itself; empty for one that it finds.
+    """
+    return [*(python or [sys.executable]), "-c", MAIN, root, module, *map(str, arguments)]
+
+
+def worker(*arguments: object, python: Sequence[str] = (), root: str = ROOT) -> list[str]:
+    """The command of a worker, with these arguments of ``pipetrain worker``; see ``process``."""
+    return process("pipetrain.cli.main", "worker", *arguments, python=python, root=root)
+
+
+def launched_worker(
+    port: int, cpu_devices: int, gone_s: float, *more: object, python: Sequence[str] = (), root: str = ROOT
+) -> list[str]:
+    """The command of a worker that ends with who has started it, or when its controller has gone for so long."""
+    ends = ("--attended", "--on-controller-gone", "end", "--gone-after", gone_s)
+    return worker("--port", port, "--cpu-devices", cpu_devices, *ends, *more, python=python, root=root)

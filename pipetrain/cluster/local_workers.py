@@ -13,8 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.cluster.commands import worker
-from pipetrain.cluster.hosts import split
+from pipetrain.cluster.hosts import split, worker
 from pipetrain.cluster.server import MOST, check_port
 from pipetrain.compute.cores import cores
 from pipetrain.logs import quiet_stderr

@@ -14,8 +14,7 @@ from importlib import metadata
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from pipetrain.cluster.commands import launched_worker
-from pipetrain.cluster.hosts import split
+from pipetrain.cluster.hosts import launched_worker, split
 from pipetrain.cluster.server import GONE_S
 from pipetrain.logs import quiet_stderr
 

@@ -42,7 +42,7 @@ OF_LOOP = (
     *("train_function", "test_function", "predict_function"),
 )
 # Of a model, methods with which Keras trains and evaluates it; of an optimizer, those that are given all gradients, or
-# all weights, of a step. Public ones are in ``frontend.keras_methods``.
+# all weights, of a step. Public ones are in ``frontend.wrapped_model``.
 LOOP_METHODS = (
     *("_aggregate_additional_loss", "_compute_loss", "_get_own_losses", "_get_regularization_losses"),
     *("_assert_compile_called", "_flatten_metrics_in_order", "_get_metrics_result_or_logs", "_make_function"),

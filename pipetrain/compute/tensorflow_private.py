@@ -111,12 +111,31 @@ def waiting_for(operation: tf.Operation) -> list[tf.Operation]:
     return list(operation._control_outputs)
 
 
-def read_instead(tensor: tf.Tensor, other: tf.Tensor) -> None:
-    """Let all operations that read a tensor read another one; publicly a graph only grows."""
-    for operation in tensor.consumers():
+def read_instead(tensor: tf.Tensor, other: tf.Tensor, readers: Sequence[tf.Operation] | None = None) -> None:
+    """Let these operations, by default all that read a tensor, read another one; publicly a graph only grows."""
+    for operation in tensor.consumers() if readers is None else readers:
         for place, given in enumerate(operation.inputs):
             if given is tensor:
                 operation._update_input(place, other)
+
+
+def captured_variables(graph: Any) -> list[tuple[Any, tf.Tensor, tf.TensorShape]]:
+    """The handles of the variables that a function captures which is being traced, what stands for them, their shapes.
+
+    Publicly only the handles are known, without what they are of.
+    """
+    found = []
+    for outer, inner in graph.captures:
+        data = getattr(outer, "_handle_data", None)
+        if isinstance(outer, ops.EagerTensor) and outer.dtype == tf.resource and data is not None and data.is_set:
+            (known,) = data.shape_and_type
+            found.append((outer, inner, tf.TensorShape(known.shape)))
+    return found
+
+
+def uncapture(graph: Any, tensor: Any) -> None:
+    """A function that is being traced does not take a tensor any more that it has captured; nothing must read it."""
+    graph._function_captures.pop(id(tensor), False)
 
 
 def body_of(graph: Any, name: str) -> Any:

@@ -17,7 +17,7 @@ from pipetrain.compute.keras_private import compile_arguments, flat_layers, over
 from pipetrain.compute.optimizer.clone import is_scheduled
 from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.update import gathers, slots_per_weight, temporaries
-from pipetrain.frontend.attributes import known
+from pipetrain.frontend.contexts import known
 from pipetrain.frontend.input_data import InputData
 from pipetrain.frontend.loss_of_parts import LossOfParts, check_minimised
 from pipetrain.frontend.metrics import TrackedMetrics

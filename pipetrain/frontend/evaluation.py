@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from pipetrain.cluster.connection import joins
 from pipetrain.compute.functions.inference import Inference, trace_stages
-from pipetrain.frontend.attributes import Meanwhile
+from pipetrain.frontend.contexts import Meanwhile
 from pipetrain.frontend.input_data import InputData, InputsAlone, untuned
 from pipetrain.frontend.layout import Layout
 from pipetrain.frontend.metrics import StepMetrics

@@ -13,7 +13,7 @@ from pipetrain.checkpoint.nested import nested, plain
 from pipetrain.checkpoint.state import Arrays, RunState, named, tensor_of
 from pipetrain.compute.functions.stage_values import KeptStage
 from pipetrain.frontend.stages import OptimizedStages
-from pipetrain.run.kept import InFlight, Kept
+from pipetrain.run.collector import InFlight, Kept
 
 
 class FlightConditions(NamedTuple):

@@ -21,12 +21,11 @@ from pipetrain.compute.keras_private import (
     replace_layer,
 )
 from pipetrain.compute.optimizer.gradient_scaling import stepping
-from pipetrain.frontend.attributes import Meanwhile, known, undone
 from pipetrain.frontend.auto import AutoStrategy
+from pipetrain.frontend.contexts import Meanwhile, known, undone
 from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last
 from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.input_data import check_data, first_rows
-from pipetrain.frontend.keras_methods import PREDICTING
 from pipetrain.frontend.options import Options, checked
 from pipetrain.frontend.preprocessing import fit_arguments, minibatch, minibatches
 from pipetrain.frontend.refusals import check_callbacks, check_compiled
@@ -40,7 +39,7 @@ from pipetrain.frontend.worker_data import (
     check_readers,
     check_worker_data,
 )
-from pipetrain.frontend.wrapped_model import WrappedModel
+from pipetrain.frontend.wrapped_model import PREDICTING, WrappedModel
 from pipetrain.plan.choice import Choice
 from pipetrain.schemes.options import AnyScheme
 

@@ -26,7 +26,7 @@ from pipetrain.compute.keras_private import (
     untracked,
     update_loss,
 )
-from pipetrain.frontend.attributes import undone
+from pipetrain.frontend.contexts import undone
 from pipetrain.frontend.loss_reduction import Divisor, divides_by, ignored_class
 from pipetrain.run.collector import Result
 from pipetrain.run.window import Minibatch

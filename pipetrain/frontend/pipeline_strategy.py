@@ -13,7 +13,7 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.optimizer.clone import told
 from pipetrain.compute.profiling.operation_count import estimated_s
-from pipetrain.frontend.attributes import known
+from pipetrain.frontend.contexts import known
 from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.runner_strategy import RunnerStrategy

@@ -12,11 +12,11 @@ from pipetrain.compute.graph.cuts import cut_points
 from pipetrain.compute.graph.inputs import Shapes, checked_shapes, shapes_of_model
 from pipetrain.compute.processor import left_out
 from pipetrain.compute.profiling.operation_count import is_little
-from pipetrain.compute.profiling.profile_cache import cached_profile
+from pipetrain.compute.profiling.profiler import cached_profile
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.layout import KeptLayout, Layout, described_for
+from pipetrain.plan.choice import Explanation
 from pipetrain.plan.cluster import Cluster
-from pipetrain.plan.explanation import Explanation
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile

@@ -14,9 +14,38 @@ from pipetrain.compute.keras_private import HUB_LOOP, LOOP_METHODS, count_of, ov
 from pipetrain.compute.optimizer.clone import NEVER, check_compensable, clone, momenta, not_cloned, whole_step
 from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.update import overwrites
-from pipetrain.frontend.keras_methods import REPLACED
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.scheme import Scheme
+
+_LOSS = "the loss in compile"
+_METRICS = "metrics in compile, or compute_metrics"
+_CALLBACK = "a callback of fit"
+_VARIABLES = "layer.trainable = False for those that are not to be trained"
+# What Keras' loop asks of a model and a PipelineModel of itself: a model whose class overrides one of these is refused.
+REPLACED = {
+    "compiled_loss": _LOSS,
+    "compiled_metrics": _METRICS,
+    "compute_loss": _LOSS,
+    "distribute_strategy": "devices=",
+    "evaluate": _CALLBACK,
+    "fit": _CALLBACK,
+    "losses": "add_loss in a layer",
+    "make_predict_function": "predict_step",
+    "make_test_function": _METRICS,
+    "make_train_function": _LOSS,
+    "metrics_variables": "metrics",
+    "non_trainable_variables": _VARIABLES,
+    "non_trainable_weights": _VARIABLES,
+    "test_on_batch": _CALLBACK,
+    "test_step": _METRICS,
+    "train_on_batch": _CALLBACK,
+    "train_step": _LOSS,
+    "trainable": _VARIABLES,
+    "trainable_variables": _VARIABLES,
+    "trainable_weights": _VARIABLES,
+    "variables": _VARIABLES,
+    "weights": _VARIABLES,
+}
 
 
 def check_loop(run_eagerly: bool, steps_per_execution: int) -> None:

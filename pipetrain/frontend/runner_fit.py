@@ -10,12 +10,12 @@ import keras
 import tensorflow as tf
 
 from pipetrain.checkpoint.state import TrainingTime
+from pipetrain.compute.functions.kernels import gc_paused
 from pipetrain.compute.graph.inputs import beside
-from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
-from pipetrain.frontend.attributes import known
 from pipetrain.frontend.compilation import Compilation
+from pipetrain.frontend.contexts import known
 from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.metrics import StepMetrics
 from pipetrain.run.collector import Result

@@ -11,17 +11,17 @@ import keras
 import tensorflow as tf
 
 from pipetrain.checkpoint.state import Arrays, RunState, assign, assign_scale, collected, leave_out, scale_arrays
+from pipetrain.compute.functions.kernels import gc_paused
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.inputs import Shapes, beside
-from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.keras_private import count_of, supports_xla
 from pipetrain.compute.optimizer.clone import with_known_momentum
 from pipetrain.compute.optimizer.gradient_scaling import LossScale, stepping
 from pipetrain.compute.optimizer.slots import forget
 from pipetrain.compute.optimizer.update import kinds_beside
 from pipetrain.compute.variable_watch import VariableWatch
-from pipetrain.frontend.attributes import known
 from pipetrain.frontend.compilation import Compilation, trained_in
+from pipetrain.frontend.contexts import known
 from pipetrain.frontend.evaluation import Evaluator
 from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.flight import FlightConditions, kept_of, state_of
@@ -33,9 +33,9 @@ from pipetrain.frontend.runner_fit import RunnerFit, UpdateCount, handed_out
 from pipetrain.frontend.stages import OptimizedStages
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.logs import BELOW_BAR
-from pipetrain.plan.explanation import Explanation
+from pipetrain.plan.choice import Explanation
+from pipetrain.run.collector import Kept
 from pipetrain.run.control import RunSettings
-from pipetrain.run.kept import Kept
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.weight_versions import steady_staleness

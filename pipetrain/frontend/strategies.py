@@ -1,14 +1,18 @@
-"""Which strategy trains by which scheme."""
+"""Which strategy trains by which scheme; here too the one of coded gradients, which adds little to a runner's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 
+from pipetrain.compute.cores import HOST
+from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.transfers.coded import Root
+from pipetrain.compute.transfers.weights import WeightsPart
 from pipetrain.frontend.auto import AutoStrategy
-from pipetrain.frontend.coded_strategy import CodedStrategy, check_workers
 from pipetrain.frontend.data_parallel import DataParallelStrategy
 from pipetrain.frontend.grid_strategy import GridStrategy, checked_devices
 from pipetrain.frontend.layout import laid_out, resolve
@@ -21,22 +25,82 @@ from pipetrain.frontend.options import (
 )
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.planner import Planner
-from pipetrain.frontend.refusals import check_model, check_precision
+from pipetrain.frontend.refusals import check_loss_scaling, check_model, check_precision
+from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.frontend.strategy import Strategy
 from pipetrain.frontend.transfer_strategy import TransferStrategy
 from pipetrain.plan.memory import Training
 from pipetrain.plan.stages import Partition
+from pipetrain.run.coded_runner import CodedRunner
+from pipetrain.schemes.arguments import is_count
+from pipetrain.schemes.coded_reduce import Tree
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.options import (
-    AllReduce,
     Auto,
     CodedReduce,
     ParameterServer,
+    TransferOptions,
     built,
     check_synchronous,
     options_of,
 )
-from pipetrain.schemes.table import AUTO, CODED, DATA_PARALLEL, GRID, GRIDS, TRANSFERRING
+from pipetrain.schemes.table import AUTO, CODED, DATA_PARALLEL, GRID, GRIDS, TRANSFERRING, TREES
+
+
+def check_workers(tree: Tree, stages: Any, devices: Sequence[str]) -> None:
+    """Refuse fewer devices than workers, and another number of ``stages``, which would be that of the workers."""
+    about = f"children={tree.children}, depth={tree.depth}"
+    if stages is not None and (not is_count(stages) or stages != tree.workers):
+        raise ValueError(
+            f"The tree has {tree.workers} workers, each on a device. Received: stages={stages!r}, {about}. "
+            "Try leaving stages out."
+        )
+    if len(devices) < tree.workers:
+        raise ValueError(
+            f"The tree has {tree.workers} workers, each on a device. Received: {len(devices)} devices, {about}. "
+            f"Try pipetrain.set_cpu_devices({tree.workers}), or as many workers in pipetrain.connect."
+        )
+
+
+class CodedStrategy(RunnerStrategy):
+    """A stage that is the whole model, whose weights this process updates, and whose gradients workers make.
+
+    What a ``fit`` has to do with Keras' loop, metrics, checkpoints and evaluation is as for a pipeline of this stage.
+
+    Args:
+        planner: of the model, whose layout is one stage, whose replicas are the workers.
+        tree: who is whose parent.
+    """
+
+    def __init__(self, planner: Planner, tree: Tree) -> None:
+        super().__init__(planner, TREES[CODED])
+        self.tree = tree
+        self._stragglers = [0] * tree.workers
+
+    def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
+        """The optimizer and the loss are new."""
+        check_loss_scaling(owner.optimizer, self._scheme.name, None)
+        super().compiled(owner, loss, jit_compile)
+
+    def _built(self, rows: int | None) -> Sequence[list[Stage]]:
+        (segment,) = self.planner.layout.segments(self.planner.chain)
+        every = WeightsPart(HOST, range(len(segment.trainable_variables)))
+        loss, workers = self._compilation.metrics.loss, self.tree.workers
+        self._root = Root(segment, [every], self.optimizer, loss, workers)
+        return [list[Stage]([self._root])]
+
+    def _new_runner(self) -> Any:
+        devices = self.planner.layout.devices
+        compilation = self._compilation
+        rates, reads = compilation.learning_rate, compilation.metrics.read_predictions
+        runner = CodedRunner(self._root, self.tree, devices, self._run_settings, rates, reads)
+        self._stragglers = runner.stragglers
+        return runner
+
+    @property
+    def stragglers(self) -> tuple[int, ...]:
+        """For every worker the steps since ``compile`` that ended without it."""
+        return tuple(self._stragglers)
 
 
 def strategy_of(model: keras.Model, options: Options, among: Options | None = None) -> Strategy:
@@ -100,10 +164,10 @@ def _on_each(model: keras.Model, devices: Sequence[str], options: Options, among
 
 def _transferring(model: keras.Model, options: Options, among: Options) -> Strategy:
     own, on = options_of(options.scheme), resolve(options.devices)
-    assert isinstance(own, AllReduce)
+    assert isinstance(own, TransferOptions)
     workers = checked_workers(options.stages, len(on), own.name)
     servers = checked_servers(own.servers if isinstance(own, ParameterServer) else None, workers)
-    return TransferStrategy(_on_each(model, on[:workers], options, among), TRANSFERRING[own.name], own.order, servers)
+    return TransferStrategy(_on_each(model, on[:workers], options, among), TRANSFERRING[own.name], own, servers)
 
 
 def _coded(model: keras.Model, options: Options, among: Options) -> Strategy:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from pipetrain.frontend.fit_session import FitSession, Resumable
 from pipetrain.frontend.planner import Planner
-from pipetrain.plan.explanation import Explanation
+from pipetrain.plan.choice import Explanation
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.trace.trace import Trace
 

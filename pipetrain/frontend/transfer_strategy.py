@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,12 +21,14 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.inputs import Shapes
 from pipetrain.compute.keras_private import flat_layers
-from pipetrain.compute.optimizer.clone import whole_step
+from pipetrain.compute.optimizer.clone import plain_momentum, whole_step
 from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
+from pipetrain.compute.transfers.compression import Compressor
+from pipetrain.compute.transfers.outer_step import OuterStep
 from pipetrain.compute.transfers.step import TransferStep
 from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
-from pipetrain.frontend.attributes import known
+from pipetrain.frontend.contexts import known
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.layout import described
 from pipetrain.frontend.planner import Planner
@@ -37,11 +40,13 @@ from pipetrain.plan.profile import Profile, Seconds
 from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
-from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.compression import compression_of
+from pipetrain.schemes.options import AllReduce, TransferOptions
+from pipetrain.schemes.scheme import Scheme, UpdateRule
+from pipetrain.schemes.synchrony import synchrony_of
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
-from pipetrain.schemes.transfers.plan import Phase, Plan, check_plan
-from pipetrain.schemes.transfers.workload import Layer, Message, Workload
+from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.data_parallel import Setting
 from pipetrain.simulation.profiled import message_of, near
 
@@ -122,16 +127,18 @@ class TransferStrategy(RunnerStrategy):
     Args:
         planner: of the model, whose layout is one stage, whose replicas are the workers.
         scheme: one of ``TRANSFERRING``.
-        order: of the transfers, by name or as a plan.
+        options: the scheme's.
         servers: on how many of the devices the weights are, if the scheme has servers.
 
     ``plan`` is the one that was made of it, once there is a pipeline. Of several that simulation cannot tell apart it
     is the simplest that is near the fastest by trials and simulation together; every order gives the same weights.
     """
 
-    def __init__(self, planner: Planner, scheme: Scheme, order: str | Plan | None, servers: int) -> None:
+    def __init__(self, planner: Planner, scheme: Scheme, options: TransferOptions, servers: int) -> None:
         super().__init__(planner, scheme)
-        self._serves, self._order, self._servers = scheme.name == SERVING, order or AUTO, servers
+        self._serves, self._order, self._servers = scheme.name == SERVING, options.order, servers
+        self._compression = compression_of(options.compression)
+        self._synchrony = synchrony_of(options.synchrony) if isinstance(options, AllReduce) else None
         self._devices = planner.layout.devices
         self._plans: dict[Plan, float] = {}  # as simulated, the shortest 1; one, once it is known which is taken
 
@@ -150,8 +157,16 @@ class TransferStrategy(RunnerStrategy):
         check_loss_scaling(owner.optimizer, self._scheme.name, None)
         if self._serves and self._servers > 1:
             check_whole(owner.optimizer, self._scheme.name, f"{self._servers} servers, each with some of the weights")
+        if isinstance(self._order, Plan) and self._order.late.packs and self._synchrony:
+            raise ValueError(
+                "Workers with weights of their own send nothing late. Received: an order with late packs, "
+                f"synchrony={str(self._synchrony)!r}. Try these packs among its pushes."
+            )
         if isinstance(self._order, Plan) and self._order.late.packs:
             check_whole(owner.optimizer, self._scheme.name, "weights that the plan updates late")
+        self._momentum = 0.0
+        if self._compression is not None and self._synchrony is None:
+            self._momentum = self._compression.corrected(plain_momentum(stepping(owner.optimizer)))
         super().compiled(owner, loss, jit_compile)
         self._plans = {}
 
@@ -162,10 +177,22 @@ class TransferStrategy(RunnerStrategy):
         self.plan = next(iter(self._plans))
         loss = self._compilation.metrics.loss
         self._weights = [
-            Weights(segment, parts, self.optimizer, loss, len(self._devices))
+            Weights(segment, parts, self.optimizer, loss, len(self._devices), UpdateRule(momentum=not self._momentum))
             for parts in (self._of_servers() if self._serves else self._of_workers())
         ]
+        self._compressor = self._new_compressor()
+        self._outer = OuterStep(self._synchrony, self._weights) if self._synchrony else None
+        kept = [each.slots() for each in (self._compressor, self._outer) if each is not None]
+        self._weights[0].worker_slots = [slot for slots in kept for slot in slots]
         return [list[Stage](self._weights)]
+
+    def _new_compressor(self) -> Compressor | None:
+        """What sums compressed gradients."""
+        if self._compression is None:
+            return None
+        weights, rows = self._segment.trainable_variables, self._rows_alone()
+        like = {n: spec for n, spec in enumerate(specs(weights)) if n not in rows}
+        return Compressor(self._compression, like, self._devices, weights, self._momentum)
 
     def _of_servers(self) -> list[list[WeightsPart]]:
         """The weights, once: the part that each server has; there may be fewer of them than servers."""
@@ -189,10 +216,13 @@ class TransferStrategy(RunnerStrategy):
             self._weights,
             workers,
             self.plan,
-            lambda plan, begun: TransferStep(self._weights, workers, plan, self._serves, HOST, begun, reads),
+            lambda plan, begun: TransferStep(
+                self._weights, workers, plan, self._serves, HOST, begun, reads, self._compressor, self._outer
+            ),
             WorkerRows(self._devices),
             self._run_settings,
             self._compilation.learning_rate,
+            self._outer,
         )
 
     def _runner_for_data(self) -> Any:
@@ -297,11 +327,32 @@ class TransferStrategy(RunnerStrategy):
             input_bytes=sent,
             at_once=self._needs_all or bool(stepping(self.optimizer).gradient_accumulation_steps),
             message_work=work,
+            gradient_bytes=self._gradient_bytes(),
+            join_steps=self._synchrony.steps if self._synchrony else 1,
         )
+
+    def _gradient_bytes(self) -> tuple[int, ...] | None:
+        """Of every variable's gradient as it is sent, if gradients are compressed."""
+        if self._compression is None:
+            return None
+        every = specs(self._segment.trainable_variables)
+        rows = self._rows_alone()
+        return tuple(
+            size_bytes(each) if n in rows else self._compression.sent_bytes(each.shape.as_list(), each.dtype.size)
+            for n, each in enumerate(every)
+        )
+
+    def _rows_alone(self) -> set[int]:
+        """The numbers of weights whose gradients are rows: embeddings' that one layer reads."""
+        weights = self._segment.trainable_variables
+        used = Counter(id(each) for block in self.planner.chain.blocks for call in block.calls for each in call.weights)
+        return {n for n in embeddings(self.model, weights) if used[id(weights[n])] == 1}
 
     @property
     def _needs_all(self) -> bool:
-        """Whether all gradients are needed at once: their norm, or by a class of the user's."""
+        """Whether all gradients are needed at once: their norm, by a class of the user's, or to join weights."""
+        if self._synchrony is not None:
+            return True
         steps = stepping(self.optimizer)
         return limit(steps.global_clipnorm) is not None or bool(whole_step(steps))
 

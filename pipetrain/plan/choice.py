@@ -12,9 +12,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipetrain.logs import text_table
-from pipetrain.pictures import html
-from pipetrain.pictures.rows import Tabular
-from pipetrain.plan.explanation import Explanation
+from pipetrain.pictures.tables import Tabular, table
 from pipetrain.plan.partition import NoPlan
 from pipetrain.plan.profile import Profile, mib, unsteady
 from pipetrain.plan.stages import Partition
@@ -252,7 +250,7 @@ class Choice(Tabular):
     def to_html(self, note: str = "") -> str:
         """The table as HTML with what is said of it, and a note; the way taken in bold."""
         said = "\n".join(filter(None, [*self._told(" "), note]))
-        return html.table("", self._header, self._rows, [self._ways.index(self.fastest)], said)
+        return table("", self._header, self._rows, [self._ways.index(self.fastest)], said)
 
     def plot(self, path: str | Path | None = None) -> Picture:
         """The ways by predicted samples/s with its range, what was measured in trials, and the way taken.
@@ -417,3 +415,30 @@ def fastest(trials_s: Mapping[int, Sequence[float]], predicted: Sequence[float])
     together = {n: statistics.median(each) ** len(each) * predicted[n] for n, each in trials_s.items()}
     counted = 1 + max(map(len, trials_s.values()))
     return min(n for n, each in together.items() if each <= MARGIN**counted * min(together.values()))
+
+
+class Explanation(str):
+    """The text of ``PipelineModel.explain``, which a notebook shows as tables.
+
+    Attributes:
+        choice: the ways to train.
+        cut: how the model is cut, None where it is not.
+        note: a remark below, may be empty.
+    """
+
+    choice: Choice
+    cut: Partition | None
+    note: str
+
+    def __new__(cls, text: str, choice: Choice, cut: Partition | None = None, note: str = "") -> Explanation:
+        """A string with these attributes."""
+        made = super().__new__(cls, text)
+        made.choice, made.cut, made.note = choice, cut, note
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return str(self), self.choice, self.cut, self.note
+
+    def _repr_html_(self) -> str:
+        cut = self.cut.to_html(self.choice.one_s) if self.cut else ""
+        return cut + self.choice.to_html(self.note)

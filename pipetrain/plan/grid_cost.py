@@ -22,7 +22,7 @@ class GridLayer(NamedTuple):
     """A block of a model as formulas of a grid know it: its outputs and weights, elements of one row and of all.
 
     ``wide`` is how many outputs can be divided, 0 where none can. ``reads`` and ``writes`` are values, by number, whose
-    elements the network has.
+    elements the network has. ``variables`` are the weights' elements by variables, where that is known.
     """
 
     name: str
@@ -31,6 +31,12 @@ class GridLayer(NamedTuple):
     wide: int = 0
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    variables: tuple[int, ...] = ()
+
+    @property
+    def messages(self) -> tuple[int, ...]:
+        """The elements of each message that has its weights' gradients: one for each variable."""
+        return self.variables or (self.weights,)
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class GridNetwork:
     def chain(cls, widths: Sequence[int]) -> GridNetwork:
         """Dense layers one after another, with biases: ``widths`` are those of the input and of each layer."""
         layers = [
-            GridLayer(f"dense_{n}", b, b * (a + 1), b, (n,), (n + 1,)) for n, (a, b) in enumerate(pairwise(widths))
+            GridLayer(f"dense_{n}", b, b * (a + 1), b, (n,), (n + 1,), (a * b, b))
+            for n, (a, b) in enumerate(pairwise(widths))
         ]
         last = len(widths) - 1
         return cls(tuple(layers), tuple(widths), (0,), (last,), tuple(range(1, last + 1)))
@@ -77,8 +84,8 @@ class GridNetwork:
     def of(cls, data: Mapping[str, Any]) -> GridNetwork:
         """What ``dataclasses.asdict`` made of one, after JSON."""
         layers = tuple(
-            GridLayer(name, outputs, weights, wide, tuple(reads), tuple(writes))
-            for name, outputs, weights, wide, reads, writes in data["layers"]
+            GridLayer(name, outputs, weights, wide, *map(tuple, values))
+            for name, outputs, weights, wide, *values in data["layers"]
         )
         return cls(layers, *(tuple(data[name]) for name in ("elements", "inputs", "outputs", "trained")))
 

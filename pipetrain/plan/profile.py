@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
@@ -12,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipetrain.logs import counted, text_table
-from pipetrain.pictures import html
-from pipetrain.pictures.rows import Tabular
+from pipetrain.pictures.tables import Tabular, table
 from pipetrain.plan.grid_cost import GridNetwork
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class BlockProfile:
     that other blocks have too, by the weights' numbers. ``fixed_bytes`` are its variables that are not trained: frozen
     weights and state, of which a stage has one version and no slots. ``late_bytes`` are those of its weights whose
     gradients may be made later than its inputs' gradients; None where that is not known. ``estimated``: its seconds,
-    and what it keeps, were not measured for want of time, but estimated from blocks that were.
+    and what it keeps, were not measured for want of time, but estimated from blocks that were. ``slices`` are the
+    seconds of its forward and of its backward with one of so many equal parts of its outputs, by the number of parts.
     """
 
     name: str
@@ -76,6 +77,7 @@ class BlockProfile:
     fixed_bytes: int = 0
     late_bytes: int | None = None
     estimated: bool = False
+    slices: tuple[tuple[int, float, float], ...] = ()
 
     @property
     def seconds(self) -> Seconds:
@@ -90,7 +92,23 @@ class BlockProfile:
         """The same block taking longer by these factors, with any kernels."""
         seconds = self.seconds.times(factor, update_factor)
         compiled = self.compiled and self.compiled.times(factor, update_factor)
-        return replace(self, **asdict(seconds), compiled=compiled)
+        slices = tuple((parts, factor * forward_s, factor * backward_s) for parts, forward_s, backward_s in self.slices)
+        return replace(self, **asdict(seconds), compiled=compiled, slices=slices)
+
+    def slice_s(self, parts: float) -> tuple[float, float]:
+        """Seconds of its forward and of its backward with one of so many equal parts of its outputs.
+
+        Between parts that are known, and beyond them, logarithms of the seconds go as those of the parts do; never down
+        to less than the part of the whole where nothing is known.
+        """
+        known = ((1, self.forward_s, self.backward_s), *sorted(self.slices))
+        if len(known) == 1 or parts == 1:
+            return self.forward_s / parts, self.backward_s / parts
+        last = next((n for n, (each, *_) in enumerate(known) if each >= parts), len(known) - 1)
+        (fewer, *first), (more, *second) = known[max(last - 1, 0)], known[max(last, 1)]
+        place = math.log(parts / fewer) / math.log(more / fewer)
+        forward_s, backward_s = (_between(a, b, place) for a, b in zip(first, second, strict=True))
+        return forward_s, backward_s
 
     def workspace_of(self, rows: float, batch_size: int) -> float:
         """The workspace of so many rows: at most what each would have alone, and no more than for a whole minibatch.
@@ -213,7 +231,7 @@ class Profile(Tabular):
         return "\n".join(filter(None, lines))
 
     def _repr_html_(self) -> str:
-        return html.table(self._title, self._header, self._rows, note=self.warning)
+        return table(self._title, self._header, self._rows, note=self.warning)
 
     def plot(self, path: str | Path | None = None) -> Picture:
         """Bars of what every block takes, and of its weights and outputs.
@@ -268,11 +286,16 @@ class Profile(Tabular):
         return rows
 
     def _columns(self) -> dict[str, Sequence[Any]]:
-        names = [field.name for field in fields(BlockProfile) if field.name not in ("compiled", "shared")]
+        names = [each.name for each in fields(BlockProfile) if each.name not in ("compiled", "shared", "slices")]
         columns: dict[str, Sequence[Any]] = {name: [getattr(block, name) for block in self.blocks] for name in names}
         for name in ("forward_s", "backward_s", "update_s"):
             columns[f"compiled_{name}"] = [block.compiled and getattr(block.compiled, name) for block in self.blocks]
         return columns
+
+
+def _between(first_s: float, second_s: float, place: float) -> float:
+    """On the straight line through two logarithms."""
+    return first_s * (second_s / first_s) ** place if first_s and second_s else 0.0
 
 
 def _compiled_ms(block: BlockProfile) -> tuple[str, str]:
@@ -280,9 +303,11 @@ def _compiled_ms(block: BlockProfile) -> tuple[str, str]:
     return (f"{seconds.forward_s * 1e3:.2f}", f"{seconds.backward_s * 1e3:.2f}") if seconds else ("-", "-")
 
 
-def _block(compiled: dict[str, float] | None = None, shared: Any = (), **fields: Any) -> BlockProfile:
+def _block(compiled: dict[str, float] | None = None, shared: Any = (), slices: Any = (), **fields: Any) -> BlockProfile:
     pairs = tuple((int(number), int(size_bytes)) for number, size_bytes in shared)
-    return BlockProfile(**fields, compiled=None if compiled is None else Seconds(**compiled), shared=pairs)
+    parts = tuple((int(each[0]), float(each[1]), float(each[2])) for each in slices)
+    compiled_s = None if compiled is None else Seconds(**compiled)
+    return BlockProfile(**fields, compiled=compiled_s, shared=pairs, slices=parts)
 
 
 def unsteady(spread: float) -> str:
@@ -341,6 +366,7 @@ def _together(blocks: Sequence[BlockProfile]) -> BlockProfile:
         if len(compiled) == len(blocks)
         else None,
         late_bytes=sum(late) if len(late) == len(blocks) else None,
+        slices=(),  # no several layers are divided as one
     )
 
 
@@ -371,7 +397,8 @@ def divided(whole: Profile, pieces: Profile | None, microbatches: int) -> Profil
     def block(first: BlockProfile, last: BlockProfile) -> BlockProfile:
         plain = seconds(first.seconds, last.seconds)
         compiled = seconds(first.compiled, last.compiled) if first.compiled and last.compiled else last.compiled
-        return replace(last, forward_s=plain.forward_s, backward_s=plain.backward_s, compiled=compiled)
+        slices = first.slices  # which a device of a grid computes for all rows in one call
+        return replace(last, forward_s=plain.forward_s, backward_s=plain.backward_s, compiled=compiled, slices=slices)
 
     blocks = tuple(block(*both) for both in zip(whole.blocks, pieces.blocks, strict=True))
     loss_s = between(whole.loss_s, pieces.loss_s)

@@ -69,6 +69,12 @@ class Product(NamedTuple):
         """``2 * rows * inner * columns`` for each: multiplications and additions."""
         return 2 * self.rows * self.inner * self.columns * self.together * self.times
 
+    def slice(self, parts: int) -> Product:
+        """The same with one of so many parts of the columns, at least one; its left factor is read as before."""
+        columns = math.ceil(self.columns / parts)
+        by_column = FLOAT_BYTES * self.together * (self.inner + self.rows)
+        return self._replace(columns=columns, moved_bytes=self.moved_bytes - by_column * (self.columns - columns))
+
     def backward(self) -> tuple[Product, Product]:
         """The gradients of the left and of the right factor, as many operations each as forward.
 
@@ -102,6 +108,12 @@ class Work(NamedTuple):
         """Operations of the products; what else is computed hides behind its bytes."""
         return sum(product.flops for product in self.products)
 
+    def slice(self, parts: int) -> Work:
+        """One of so many equal parts of a layer's outputs: all of the inputs, and parts of weights and results."""
+        products = tuple(product.slice(parts) for product in self.products)
+        moved_bytes, weight_bytes = self.moved_bytes // parts, self.weight_bytes // parts
+        return self._replace(products=products, moved_bytes=moved_bytes, weight_bytes=weight_bytes)
+
 
 def efficiency(product: Product, device: Device, splits: int = 1) -> float:
     """The part of a device's multiprocessors' time that gives numbers of the result, from 0 to 1.
@@ -133,35 +145,45 @@ def product_seconds(product: Product, device: Device) -> float:
     return product.times * (best_s + device.launch_s)
 
 
-def block_profile(work: Work, device: Device) -> BlockProfile:
+def block_profile(work: Work, device: Device, slices: Sequence[int] = ()) -> BlockProfile:
     """The seconds of one block: its products, what else it moves, and its launches, one after another.
+
+    ``slices`` are the numbers of parts of its outputs of which one's seconds are wanted too.
 
     Backward is twice forward: both gradients of each product by their own shapes, and twice the other bytes. The update
     is that of SGD with momentum, ``5 * weights / bandwidth``.
     """
-    rest_s = device.moving_s(work.moved_bytes)
-    launches_s = work.kernels * device.launch_s
-    gradients = [each for product in work.products for each in product.backward()]
+    forward_s, backward_s = _computing_s(work, device)
     return BlockProfile(
         name=work.name,
-        forward_s=sum(product_seconds(each, device) for each in work.products) + rest_s + launches_s,
-        backward_s=sum(product_seconds(each, device) for each in gradients) + 2 * rest_s + 2 * launches_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
         output_bytes=work.output_bytes,
         weight_bytes=work.weight_bytes,
         activation_bytes=work.activation_bytes,
         shared=work.shared,
         fixed_bytes=work.fixed_bytes,
         update_s=device.moving_s(UPDATE_PASSES * work.weight_bytes) + (device.launch_s if work.weight_bytes else 0.0),
+        slices=tuple((parts, *_computing_s(work.slice(parts), device)) for parts in slices if work.products),
     )
 
 
-def roofline(model: str, batch_size: int, works: Sequence[Work], device: Device) -> Profile:
+def _computing_s(work: Work, device: Device) -> tuple[float, float]:
+    """Of the forward and of the backward."""
+    rest_s, launches_s = device.moving_s(work.moved_bytes), work.kernels * device.launch_s
+    gradients = [each for product in work.products for each in product.backward()]
+    forward_s = sum(product_seconds(each, device) for each in work.products) + rest_s + launches_s
+    return forward_s, sum(product_seconds(each, device) for each in gradients) + 2 * rest_s + 2 * launches_s
+
+
+def roofline(model: str, batch_size: int, works: Sequence[Work], device: Device, slices: Sequence[int] = ()) -> Profile:
     """The profile that the device would give for work counted at this batch size, without any measuring.
 
+    ``slices``: see ``block_profile``.
     The loss takes ``6 * outputs / bandwidth``, as a cross-entropy does, the metric ``outputs / bandwidth``.
     """
     loss_s, metric_s = (device.moving_s(passes * works[-1].output_bytes) for passes in (LOSS_PASSES, METRIC_PASSES))
-    blocks = tuple(block_profile(work, device) for work in works)
+    blocks = tuple(block_profile(work, device, slices) for work in works)
     return Profile(model, batch_size, blocks, loss_s=loss_s, metric_s=metric_s)
 
 

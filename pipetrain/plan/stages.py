@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipetrain.logs import counted, text_table
-from pipetrain.pictures import html
-from pipetrain.pictures.rows import Tabular
+from pipetrain.pictures.tables import Tabular, table
 from pipetrain.plan.cost import PREDICTING, Costs, Place
 from pipetrain.plan.memory import Holding, Training, demand, demand_of, moments
 from pipetrain.plan.profile import Profile, mib
@@ -153,7 +152,7 @@ class Partition(Tabular):
     def to_html(self, one_s: float | None = None) -> str:
         """The same as HTML, with the stages of the slowest device in bold."""
         slowest = max(self.on_devices, key=lambda together: sum(stage.total_s for stage in together))
-        return html.table(self._title(one_s), self._header, self._rows, [self.stages.index(each) for each in slowest])
+        return table(self._title(one_s), self._header, self._rows, [self.stages.index(each) for each in slowest])
 
     def _repr_html_(self) -> str:
         return self.to_html()

@@ -19,8 +19,7 @@ from pipetrain.run.control import CallThread, Control, RunSettings
 from pipetrain.run.gradient_exchange import here
 from pipetrain.run.pipeline import KEPT_SPANS
 from pipetrain.run.stepwise import Stepwise
-from pipetrain.run.tree_exchange import Delivered, TreeExchange, TreeStep
-from pipetrain.run.tree_worker import Job, TreeWorker, received
+from pipetrain.run.tree_worker import Delivered, Job, TreeExchange, TreeStep, TreeWorker, received
 from pipetrain.schemes.coded_reduce import ROOT, Tree
 from pipetrain.trace.records import Span
 

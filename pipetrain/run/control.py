@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from pipetrain.compute.cores import finish, is_remote
 from pipetrain.compute.keras_private import with_state_of_keras
 from pipetrain.compute.optimizer.gradient_scaling import LossScale
-from pipetrain.run.collector import OutputReport, UpdateReport
+from pipetrain.run.collector import Kept, OutputReport, UpdateReport
 from pipetrain.run.gradient_exchange import Closed, Mailbox
-from pipetrain.run.kept import Kept
 
 ASK_S = 0.2  # between two questions whether to wait on
 STARTS_S = 5.0  # a thread that has not begun this long after its start never will

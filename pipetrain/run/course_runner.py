@@ -13,15 +13,14 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import HOST
+from pipetrain.compute.functions.kernels import gc_paused
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import KeptStage
-from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.program.arguments import ProgramResult, Settings
 from pipetrain.compute.program.clock import ProgramTimes
 from pipetrain.compute.program.function import ProgramFunction, ProgramInputs, traced
-from pipetrain.run.collector import Result, Snapshot
+from pipetrain.run.collector import InFlight, Kept, Result, Snapshot
 from pipetrain.run.control import Caller, RunSettings
-from pipetrain.run.kept import InFlight, Kept
 from pipetrain.run.pipeline import RESTING
 from pipetrain.run.program_runner import ProgramRunner
 from pipetrain.schemes import policies

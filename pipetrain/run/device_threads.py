@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -22,6 +24,12 @@ from pipetrain.schemes.actions import Action, Op
 from pipetrain.schemes.schedules import fused, fusible, joined
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.records import Recent, Span, Spans
+
+SHORT_S = 5e-4  # a stage whose inputs are there must not wait Python's usual 5 ms for its turn
+
+_HOLDING = threading.Lock()
+_holders: set[int] = set()
+_usual_s = 0.0
 
 
 class DeviceThread(StoppableThread):
@@ -234,3 +242,22 @@ def _joined_microbatches(parts: Sequence[Microbatch | None]) -> Microbatch:
     penalties = [part.penalty for part in present if part.penalty is not None]
     values = joined_rows([part.values for part in present])
     return present[0].with_values(values)._replace(penalty=tf.add_n(penalties) if penalties else None)
+
+
+def shorten(holder: object) -> None:
+    """Shorten the interval until ``holder`` and all other holders have called ``let_go``."""
+    global _usual_s
+    with _HOLDING:
+        if not _holders:
+            _usual_s = sys.getswitchinterval()
+            sys.setswitchinterval(SHORT_S)
+        _holders.add(id(holder))
+
+
+def let_go(holder: object) -> None:
+    """Restore the interval if no other holder is left; does nothing for an object that is not a holder."""
+    with _HOLDING:
+        if id(holder) in _holders:
+            _holders.discard(id(holder))
+            if not _holders:
+                sys.setswitchinterval(_usual_s)

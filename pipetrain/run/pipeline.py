@@ -15,12 +15,11 @@ import tensorflow as tf
 from pipetrain.compute.cores import HOST, is_prompt
 from pipetrain.compute.functions.inference import Replica, trace_stages
 from pipetrain.compute.functions.stage_values import BoundaryTensors
-from pipetrain.compute.interpreter import let_go, shorten
 from pipetrain.compute.optimizer.gradient_scaling import LossScale
 from pipetrain.run.channels import take
 from pipetrain.run.collector import Microbatch, OutputReport, Result, Snapshot, UpdateReport
 from pipetrain.run.control import LostWorker, RunSettings
-from pipetrain.run.device_threads import Running
+from pipetrain.run.device_threads import Running, let_go, shorten
 from pipetrain.run.gradient_exchange import here
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import microbatch_rows, window

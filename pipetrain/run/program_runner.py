@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import HOST, LOCAL_HOST, is_processor, is_remote
 from pipetrain.compute.functions.inference import trace_stages
+from pipetrain.compute.functions.kernels import gc_paused
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import KeptStage
-from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.optimizer.gradient_scaling import LossScale
 from pipetrain.compute.program.arguments import ProgramResult, Settings
 from pipetrain.compute.program.clock import ProgramTimes, ahead_s
@@ -24,9 +24,8 @@ from pipetrain.compute.program.stage_trace import StagePlace
 from pipetrain.compute.program.walk import Failed
 from pipetrain.compute.tensorflow_private import is_deterministic
 from pipetrain.run import pipeline
-from pipetrain.run.collector import Result
+from pipetrain.run.collector import Kept, Result
 from pipetrain.run.control import RunSettings, add_note
-from pipetrain.run.kept import Kept
 from pipetrain.run.pipeline import Activity
 from pipetrain.run.stepwise import Stepwise
 from pipetrain.schemes.actions import Action, Op

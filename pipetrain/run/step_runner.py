@@ -11,6 +11,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.transfers.message import RecordedMessage
+from pipetrain.compute.transfers.outer_step import OuterStep
 from pipetrain.compute.transfers.step import Rows
 from pipetrain.compute.transfers.weights import Shares, Worker
 from pipetrain.run.collector import Result
@@ -40,6 +41,7 @@ class StepRunner(Stepwise):
         rows: divides minibatches among the workers.
         settings: called whenever the weights are taken from the model.
         rate: gives the learning rate of a step that begins, None where the optimizers know it.
+        outer: joins the weights of workers that update their own, if they do: after so many steps, and at a drain.
 
     Workers in other processes get their rows of the next minibatch while they compute this one, from when they have
     what their forward waits for: rows that are sent earlier would keep them waiting.
@@ -54,9 +56,10 @@ class StepRunner(Stepwise):
         rows: WorkerRows,
         settings: Callable[[], RunSettings],
         rate: Callable[[], float | None],
+        outer: OuterStep | None = None,
     ) -> None:
         super().__init__([worker.device for worker in workers], settings, rate)
-        self._weights, self._workers = list(weights), list(workers)
+        self._weights, self._workers, self._outer = list(weights), list(workers), outer
         self._rows, self.sends_ahead, rows.lost = rows, rows.sends_ahead, self._lost
         self._shares: dict[
             tuple[str, float], Shares
@@ -117,7 +120,8 @@ class StepRunner(Stepwise):
             self._step.prepare()
         start_s = time.perf_counter()
         try:
-            result, sent = self._step(rows, self._waiting, settings.exact_times)
+            joins = {} if self._outer is None else {"joins": not self._is_apart(self._steps_done + 1)}
+            result, sent = self._step(rows, self._waiting, settings.exact_times, **joins)
         finally:
             self._rows.let_go()
         self._note(start_s, result.times, sent, [each.worker for each in rows])
@@ -168,7 +172,13 @@ class StepRunner(Stepwise):
         if any(changed):
             self._await_writes()
 
+    def _is_apart(self, steps: int) -> bool:
+        """Whether workers have weights of their own after so many steps since these were taken from the model."""
+        return self._outer is not None and steps % self._outer.options.steps > 0
+
     def _flush(self) -> None:
+        if self._is_apart(self._steps_done) and self._step is not None:
+            self._step.join()
         if self._waiting and self._step is not None:
             self._set_rates(None)
             self._step.flush()
@@ -190,7 +200,11 @@ class StepRunner(Stepwise):
         if any([worker.load() for worker in self._workers]):  # each of them, whatever the first one says
             self._retraced()
         self._await_writes()
+        self._workers[0].prepare(self._workers[1:], self._weights[0].assigned)
         self._waiting, self._shares = False, {}
+        if self._outer is not None:
+            self._outer.begin()
+            self._await_writes()
 
     def _end(self, store: bool) -> None:
         try:

@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coded_reduce import Tree, checked_tree
+from pipetrain.schemes.compression import COMPRESSIONS, Compression, check_compression, compression_of
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.synchrony import LocalSGD, check_synchrony
 from pipetrain.schemes.table import (
     AUTO,
     CODED,
@@ -249,18 +251,9 @@ class LoopedBFS(Interleaved):
 
 
 @dataclass(frozen=True, repr=False)
-class AllReduce(SchemeOptions):
-    """``all-reduce``: the whole model on every device, gradients are summed for all.
+class TransferOptions(SchemeOptions):
+    """Data parallelism whose transfers a plan orders, and whose gradients may be compressed on their way."""
 
-    Args:
-        order: of the transfers: ``auto``, the simplest that is about the fastest in trials of those that a profile and
-            the measured links predict to be near it; ``none``, in whatever order they are ready; ``layerwise``, a
-            message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288), ``ibatch`` (AAAI 2019), ``caramel``
-            (arXiv 2004.14020); or a ``pipetrain.schemes.transfers.plan.Plan``. The weights are the same in every order,
-            bitwise.
-    """
-
-    name: ClassVar[str] = "all-reduce"
     order: str | Plan = field(
         default="auto",
         metadata=described(
@@ -270,18 +263,62 @@ class AllReduce(SchemeOptions):
             by_default="auto, the first of the scheme's, as listed, whose simulated step is within 3% of the shortest",
         ),
     )
+    compression: str | Compression | None = field(
+        default=None,
+        metadata=described(
+            f"of gradients on their way ({', '.join(COMPRESSIONS)}), with the value of its first option, as in "
+            "top-k:0.01; the weights are then others than without",
+            metavar="NAME[:VALUE]",
+            by_default="none",
+        ),
+    )
 
     def _check(self) -> None:
         check_order(self.order, self.name)
+        compression_of(self.compression)
 
 
 @dataclass(frozen=True, repr=False)
-class ParameterServer(AllReduce):
+class AllReduce(TransferOptions):
+    """``all-reduce``: the whole model on every device, gradients are summed for all.
+
+    Args:
+        order: of the transfers: ``auto``, the simplest that is about the fastest in trials of those that a profile and
+            the measured links predict to be near it; ``none``, in whatever order they are ready; ``layerwise``, a
+            message for each layer; ``tic`` or ``tac`` (TicTac, arXiv 1803.03288), ``ibatch`` (AAAI 2019), ``caramel``
+            (arXiv 2004.14020); or a ``pipetrain.schemes.transfers.plan.Plan``. The weights are the same in every order,
+            bitwise.
+        compression: what becomes of gradients on their way: ``bfloat16``, ``float16``, ``int8``, ``int4``, ``sign``,
+            ``top-k``, ``random-k`` or ``power-sgd``, also with a value, ``"top-k:0.001"``, or an object such as
+            ``pipetrain.TopK(share=0.001)``. Every device sends its own gradients to all that need them.
+        synchrony: ``synchronous``; or ``local``, ``"local:32"``, ``pipetrain.LocalSGD(steps=32)``: each worker updates
+            weights of its own, and after so many steps all go on from one. What is sent then, and what is compressed,
+            is by how much these differ from the weights before.
+    """
+
+    name: ClassVar[str] = "all-reduce"
+    synchrony: str | LocalSGD | None = field(
+        default=None,
+        metadata=described(
+            "when workers join their weights: synchronous, in every step; or local:STEPS, after so many of their own",
+            metavar="NAME[:STEPS]",
+            by_default="synchronous",
+        ),
+    )
+
+    def _check(self) -> None:
+        super()._check()
+        check_synchrony(self.synchrony, self.name)
+
+
+@dataclass(frozen=True, repr=False)
+class ParameterServer(TransferOptions):
     """``parameter-server``: the weights and the optimizer's slots are on servers, the gradients come from all devices.
 
     Args:
         order: as that of ``AllReduce``, with ``push-pull``, where weights come back as soon as they are updated, in
             place of ``caramel``.
+        compression: as that of ``AllReduce``; weights come back as they are.
         servers: on how many of the devices the weights and the optimizer's slots are, each layer's on one of them, so
             that each has about as many bytes; None: on all.
     """
@@ -512,8 +549,10 @@ TREE = ("children", "depth", "stragglers")
 CHECKS: dict[str, Callable[[Any, str], object]] = {
     "chunks": lambda chunks, scheme: chunked(scheme, chunks),
     "grid": check_grid,
+    "compression": check_compression,
     "order": check_order,
     "servers": check_servers,
+    "synchrony": check_synchrony,
 }
 
 

@@ -15,7 +15,8 @@ class UpdateRule(NamedTuple):
     """What the updates of one stage do in addition to the optimizer's own step.
 
     ``predicts``: the velocity is wanted; ``horizons``: for so many updates ahead (none: for any number); ``fits``: its
-    best multiple is learnt; ``spikes``, ``rescale_steps``, ``stretch``: see ``prediction``.
+    best multiple is learnt; ``spikes``, ``rescale_steps``, ``stretch``: see ``prediction``. ``momentum``: whether the
+    optimizer has its own; else what comes to it has been summed by momentum before, see ``compression``.
     """
 
     predicts: bool = False
@@ -24,6 +25,7 @@ class UpdateRule(NamedTuple):
     spikes: bool = False
     rescale_steps: int = 0
     stretch: float = 1.0
+    momentum: bool = True
 
     @property
     def furthest(self) -> float:

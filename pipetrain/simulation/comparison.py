@@ -15,7 +15,9 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.schemes.coded_reduce import Tree, widest
+from pipetrain.schemes.compression import Compression
 from pipetrain.schemes.options import AnyScheme, check_microbatches, name_of, splits
+from pipetrain.schemes.synchrony import LocalSGD
 from pipetrain.schemes.table import (
     CODED,
     GRID,
@@ -99,6 +101,8 @@ def compare(
     tree: Tree | None = None,
     grid: object = None,
     servers: int | None = None,
+    compression: str | Compression | None = None,
+    synchrony: str | LocalSGD | None = None,
     **options: Any,
 ) -> Comparison:
     """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
@@ -120,6 +124,8 @@ def compare(
             of them the root's children, of which one may be late.
         grid: of the scheme of this name; by default the one that sends the least.
         servers: of ``parameter-server``, on as many of the devices; by default on all.
+        compression: of the gradients of those schemes that order their transfers.
+        synchrony: of ``all-reduce``.
         options: of ``simulate``.
 
     Raises:
@@ -141,6 +147,8 @@ def compare(
                 chooser.cluster,
                 order,
                 servers=servers if name == SERVING else None,
+                compression=compression,
+                synchrony=None if name == SERVING else synchrony,
             )
             for name in TRANSFERRING
         },

@@ -15,16 +15,17 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import everywhere
 from pipetrain.plan.profile import Profile, even_bounds
 from pipetrain.schemes.coded_reduce import Tree, widest
+from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.grid import Grid
-from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, name_of
+from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, TransferOptions, name_of
+from pipetrain.schemes.synchrony import synchrony_of
 from pipetrain.schemes.table import CODED, DATA_PARALLEL, GRID, SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import ONE_BY_ONE, ORDERS
-from pipetrain.schemes.transfers.plan import Phase, Plan
-from pipetrain.schemes.transfers.workload import Layer, Workload
+from pipetrain.schemes.transfers.plan import Layer, Phase, Plan, Workload
 from pipetrain.simulation.coded_reduce import simulate_tree
-from pipetrain.simulation.data_parallel import Setting, simulate_plan
+from pipetrain.simulation.data_parallel import Setting
 from pipetrain.simulation.grid import estimated_grid
-from pipetrain.simulation.profiled import STEPS, auto, setting_of
+from pipetrain.simulation.profiled import auto, mean_step_s, setting_of
 
 MOST_WORKERS, MOST_LAYERS = 4, 48  # that are simulated as they are
 MOST_EXCHANGING = 16  # devices every two of which exchange messages, or that are a tree: what is simulated then
@@ -80,20 +81,27 @@ class Copies:
         Weights that come from another server are copies, unless the devices share one memory. A server uses each
         gradient when it has come; until then what is under way is in memory.
         """
-        order = scheme.order if isinstance(scheme, AllReduce) and scheme.order in ORDERS else None
+        order = scheme.order if isinstance(scheme, TransferOptions) and scheme.order in ORDERS else None
         servers = scheme.servers if isinstance(scheme, ParameterServer) else None
         named = order if isinstance(order, str) else None
-        plan, workload, step_s = _estimated(self._profile, name, self._devices, self._cluster, servers, named)
+        compression = compression_of(scheme.compression) if isinstance(scheme, TransferOptions) else None
+        synchrony = scheme.synchrony if isinstance(scheme, AllReduce) else None
+        setting = setting_of(self._profile, name, self._devices, self._cluster, servers, compression, synchrony)
+        plan, workload, step_s = _estimated(setting, named)
         weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster, servers)
+        # What messages have lacked so far, beside the gradients that arrive of all at once.
+        kept = 0 if compression is None else int(compression.error_feedback) + 1
+        if (joined := synchrony_of(synchrony)) is not None:  # the weights before, the momentum, and how far they moved
+            kept += 2 + bool(joined.momentum)
         if name != SERVING:  # what comes from other processes is added beside the device's own gradients
-            return self._way(scheme, step_s, 0 if self._shares_memory else -int(weights_bytes))
+            return self._way(scheme, step_s, -int((kept + (not self._shares_memory)) * weights_bytes))
         elsewhere_bytes = self._training.slots * (weights_bytes - own_bytes)
         if self._shares_memory:
-            return self._way(scheme, step_s, int(elsewhere_bytes + weights_bytes - own_bytes))
+            return self._way(scheme, step_s, int(elsewhere_bytes + (1 - kept) * weights_bytes - own_bytes))
         # Of what is planned for devices that sum all gradients, one block's are left.
         gathered_bytes = weights_bytes - max(block.weight_bytes for block in self._profile.blocks)
         under_way_bytes = _under_way_bytes(plan, workload, servers or self._devices)
-        return self._way(scheme, step_s, int(gathered_bytes + elsewhere_bytes - under_way_bytes))
+        return self._way(scheme, step_s, int(gathered_bytes + elsewhere_bytes - under_way_bytes - kept * weights_bytes))
 
     @property
     def _shares_memory(self) -> bool:
@@ -128,20 +136,17 @@ def estimated_step_s(
     has of the weights. Where that is most of them the estimate is too long: of many some push while others pull.
     A chain of more than 48 layers counts as 48, of neighbours together that compute about equally long.
     """
-    *_, step_s = _estimated(profile, scheme, workers, cluster, servers, order)
+    *_, step_s = _estimated(setting_of(profile, scheme, workers, cluster, servers), order)
     return step_s
 
 
-def _estimated(
-    profile: Profile, scheme: str, workers: int, cluster: Cluster, servers: int | None, order: str | None
-) -> tuple[Plan, Workload, float]:
+def _estimated(setting: Setting, order: str | None) -> tuple[Plan, Workload, float]:
     """The plan of a step's transfers, what it is a plan of, and the seconds of a step."""
-    setting = setting_of(profile, scheme, workers, cluster, servers)
-    if workers > MOST_WORKERS:
+    if setting.workers > MOST_WORKERS:
         setting = _two(setting)
     setting = replace(setting, workload=_merged(setting.workload))
     plan = ORDERS[order](setting.workload, setting.serves) if order else auto(setting)
-    return plan, setting.workload, simulate_plan(setting, plan, STEPS).step_s
+    return plan, setting.workload, mean_step_s(setting, plan)
 
 
 def _under_way_bytes(plan: Plan, workload: Workload, servers: int) -> float:
@@ -174,6 +179,8 @@ def on_fullest_server(
 def _two(setting: Setting) -> Setting:
     others, slowest = setting.workers - 1, setting.cluster.slowest(setting.workers)
     servers, times, messages = 1, 2 * others / setting.workers, 2
+    if setting.gradient_bytes is not None:
+        times, messages = others, 1
     if setting.serves:
         servers = min(setting.servers, 2)
         fullest_bytes, of_two_bytes = (_fullest_bytes(setting, count) for count in (setting.servers, servers))

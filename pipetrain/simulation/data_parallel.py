@@ -9,14 +9,14 @@ from typing import Any
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.transfers.plan import Pack, Phase, Plan, check_plan
-from pipetrain.schemes.transfers.workload import Message, Workload
+from pipetrain.schemes.transfers.plan import Message, Pack, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.kernel import Kernel, varying
 from pipetrain.simulation.simulated_trace import trace_of_devices
 from pipetrain.simulation.steps import Acknowledgement, Join, Send, StepProgram, StepSimulation, Task
 from pipetrain.trace.trace import Trace
 
 NOTHING = Message()
+ALONE = Plan(Phase(), Phase())  # of a step in which nothing is sent
 COUNTED = "Data parallelism has whole numbers from 1 up"
 
 
@@ -38,6 +38,10 @@ class Setting:
         at_once: whether no variable is updated before all gradients are there, as where their common norm is clipped.
         message_work: seconds of either end's processor that a message takes; what the device computes ends so much
             later.
+        gradient_bytes: of every variable's gradient where it is compressed: every worker then sends its own to all
+            that need the sum. None: gradients are as large as the variables.
+        join_steps: of workers that update weights of their own, the steps after which they send anything; the updates
+            of the steps between are left out. 1: of every step.
 
     Raises ValueError for counts below 1, more servers than workers, and times and sizes that are negative or infinite.
     """
@@ -52,9 +56,11 @@ class Setting:
     input_bytes: int = 0
     at_once: bool = False
     message_work: Message = NOTHING
+    gradient_bytes: tuple[int, ...] | None = None
+    join_steps: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("workers", "servers"):
+        for name in ("workers", "servers", "join_steps"):
             checked_count(name, getattr(self, name), COUNTED, 2)
         if self.servers > self.workers:
             raise ValueError(
@@ -75,6 +81,12 @@ class Setting:
             return [phase.of(each, self.workload.sizes_bytes) for each in self.workload.on_servers(self.servers)]
         packs = tuple(pack._replace(size_bytes=-(-pack.size_bytes // self.parts)) for pack in phase.packs)
         return [phase._replace(packs=packs)] * self.servers
+
+    def pushed_bytes(self, pack: Pack) -> float:
+        """The bytes of a worker's gradients of a pack, as it sends them."""
+        if self.gradient_bytes is None:
+            return pack.size_bytes
+        return sum(self.gradient_bytes[n] for n in pack.variables) / pack.chunks / self.parts
 
 
 def _check_number(name: str, value: Any) -> None:
@@ -109,13 +121,14 @@ def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: 
 
 def programs_of(setting: Setting, plan: Plan, steps: int) -> list[StepProgram]:
     """Of each step: the first one has nothing late of another before, the last one sends no rows for another."""
-    made: dict[tuple[bool, bool], StepProgram] = {}
+    made: dict[tuple[bool, bool, bool], StepProgram] = {}
     programs = []
     for step in range(steps):
         has_late, has_next = step > 0 and bool(plan.late.packs), step + 1 < steps and setting.input_bytes > 0
-        if (has_late, has_next) not in made:
-            made[has_late, has_next] = _ExchangeStep(setting, plan, has_late, has_next).program
-        programs.append(made[has_late, has_next])
+        key = has_late, has_next, (step + 1) % setting.join_steps == 0
+        if key not in made:
+            made[key] = _ExchangeStep(setting, plan if key[2] else ALONE, has_late, has_next).program
+        programs.append(made[key])
     return programs
 
 
@@ -185,7 +198,7 @@ class _ExchangeStep:
             self._used[worker][layer] += used
 
     def _sum_late(self, phase: Phase) -> None:
-        sums = _GradientSums(self.program, phase, 0, len(self._workers), self._workers)
+        sums = _GradientSums(self.program, self._setting, phase, 0, self._workers)
         for place, pack in enumerate(phase.packs):
             for sink in self._workers:
                 self._bring(sink, pack, sums.update(place, Task(sink, "F", self._update_s(pack))), [])
@@ -200,7 +213,7 @@ class _ExchangeStep:
         found = []
         for server, (phase, back) in enumerate(zip(phases, returned, strict=True)):
             sinks = range(server, server + 1) if setting.serves else self._workers
-            sums = _GradientSums(self.program, phase, before, len(self._workers), sinks)
+            sums = _GradientSums(self.program, setting, phase, before, sinks)
             updates = []
             for place, pack in enumerate(phase.packs):
                 seconds = self._update_s(pack) / (setting.parts if setting.serves else 1)
@@ -264,26 +277,22 @@ class _Places:
 class _GradientSums:
     """The sums of a phase's gradients: on the server whose phase it is, or on every worker.
 
-    Among more than two workers each adds a part of the pack and sends the sum to all others.
+    Among more than two workers each adds a part of the pack and sends the sum to all others, unless gradients are
+    compressed.
 
     Args:
         program: of the step.
+        setting: of the workers.
         phase: the packs.
         before: packs of other phases that the step has sent.
-        count: of the workers.
         sinks: the devices that need the sums.
     """
 
-    def __init__(self, program: StepProgram, phase: Phase, before: int, count: int, sinks: range) -> None:
-        self.phase, self._program, self._before, self._workers, self._sinks = (
-            phase,
-            program,
-            before,
-            range(count),
-            sinks,
-        )
+    def __init__(self, program: StepProgram, setting: Setting, phase: Phase, before: int, sinks: range) -> None:
+        self.phase, self._program, self._setting = phase, program, setting
+        self._before, self._workers, self._sinks = before, range(setting.workers), sinks
         self._places = _Places(program, phase)
-        self._scatters = len(sinks) > 2
+        self._scatters = len(sinks) > 2 and setting.gradient_bytes is None
         self._added = [{sink: program.add(Join()) for sink in sinks} for _ in phase.packs]
         self._there: list[dict[int, int]] = []  # by place and sink: what says that all parts of the sum are there
         self._came: list[dict[int, list[int]]] = [{sink: [] for sink in sinks} for _ in phase.packs]
@@ -316,7 +325,8 @@ class _GradientSums:
                 self._came[place][sink].append(sent)
 
     def _send(self, place: int, source: int, sink: int, behind: int | None, awaits: Sequence[int]) -> int:
-        size_bytes = self.phase.packs[place].size_bytes / (len(self._sinks) if self._scatters else 1)
+        pushed_bytes = self._setting.pushed_bytes(self.phase.packs[place])
+        size_bytes = pushed_bytes / (len(self._sinks) if self._scatters else 1)
         message = Send("R", source, sink, size_bytes, self._before + place, behind)
         return self._places.send(place, message, awaits)
 

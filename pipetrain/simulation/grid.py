@@ -12,9 +12,10 @@ from pipetrain.plan.profile import Profile
 from pipetrain.schemes.actions import Op
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.grid import Grid, check_grid
+from pipetrain.schemes.transfers.plan import Message
 from pipetrain.simulation.action_costs import between_steps_s
 from pipetrain.simulation.data_parallel import COUNTED
-from pipetrain.simulation.kernel import Kernel, varying
+from pipetrain.simulation.kernel import NO_WORK, Kernel, varying
 from pipetrain.simulation.simulated_trace import trace_of_devices
 from pipetrain.simulation.steps import Send, StepProgram, StepSimulation, Task
 from pipetrain.trace.trace import Trace
@@ -30,10 +31,13 @@ def simulate_grid(
     minibatches: int = STEPS,
     slowdown: float = 0.0,
     seed: int = 0,
+    message_work: Message = NO_WORK,
+    piece_s: float = 0.0,
 ) -> Trace:
     """Simulate the scheme ``grid`` of a profiled model.
 
-    A device takes its share of a block's seconds: of the rows, and of the outputs of a divided layer.
+    A device takes its share of a block's seconds: of the rows, and of the outputs of a divided layer, whose parts take
+    what the profile's ``slices`` say, or their share where it has none.
 
     Args:
         profile: what the blocks cost for a whole minibatch.
@@ -44,14 +48,16 @@ def simulate_grid(
         slowdown: how much the seconds vary: the standard deviation, as a part of the mean, of random factors
             (lognormal, with mean 1).
         seed: of these.
+        message_work: seconds of either end's processor that a message takes.
+        piece_s: what a block's forward and its backward take on each device beside their computing.
 
     Raises ValueError for a grid of another number of devices, and for more devices than rows.
     """
     cluster = cluster or Cluster()
     chosen = chosen_grid(profile, devices, cluster, grid)
     checked_count("minibatches", minibatches, COUNTED, 8)
-    kernel = Kernel(cluster, [varying(slowdown, seed)] * chosen.devices)
-    program = _GridStep(profile, chosen, between_steps_s(profile, cluster)).program
+    kernel = Kernel(cluster, [varying(slowdown, seed)] * chosen.devices, message_work)
+    program = _GridStep(profile, chosen, between_steps_s(profile, cluster), piece_s).program
     StepSimulation(kernel, [program] * minibatches).run()
     return trace_of_devices(kernel)
 
@@ -117,11 +123,12 @@ class _GridStep:
         profile: what blocks take for a whole minibatch, with the model's network.
         grid: the devices, with the layers that they divide.
         pause_s: between two steps.
+        piece_s: of each task beside its computing.
     """
 
-    def __init__(self, profile: Profile, grid: Grid, pause_s: float) -> None:
+    def __init__(self, profile: Profile, grid: Grid, pause_s: float, piece_s: float = 0.0) -> None:
         assert profile.network is not None  # asked before
-        self._profile, self._grid, self._network = profile, grid, profile.network
+        self._profile, self._grid, self._network, self._piece_s = profile, grid, profile.network, piece_s
         self._divided = {*(grid.layers or ())} if grid.outputs > 1 else set[str]()
         self._counts = grid.counts(profile.batch_size)
         self._uses = {use.value: use for use in uses(self._network, self._divided)}
@@ -133,14 +140,16 @@ class _GridStep:
     def _do(self, device: int, op: Op, seconds: float, awaits: Iterable[int]) -> int:
         return self.program.add(Task(device, op, seconds, priority=len(self.program.items)), awaits)
 
-    def _share(self, block: int, device: int) -> float:
-        """What of a block's work for the minibatch a device has."""
-        layer, rows = self._network.layers[block], self._profile.batch_size
+    def _seconds(self, number: int, device: int) -> tuple[float, float]:
+        """What a device takes for its part of a block's forward and of its backward."""
+        layer, block, rows = self._network.layers[number], self._profile.trained[number], self._profile.batch_size
         if layer.name not in self._divided:
-            return self._counts[device] / rows
-        part, rank = divmod(device, self._grid.outputs)
-        own = len(self._grid.channels(layer.wide)[rank]) / layer.wide
-        return own * sum(self._counts[n] for n in self._grid.group(part)) / rows
+            share, (forward_s, backward_s) = self._counts[device] / rows, (block.forward_s, block.backward_s)
+        else:
+            part, rank = divmod(device, self._grid.outputs)
+            share = sum(self._counts[n] for n in self._grid.group(part)) / rows
+            forward_s, backward_s = block.slice_s(layer.wide / len(self._grid.channels(layer.wide)[rank]))
+        return self._piece_s + share * forward_s, self._piece_s + share * backward_s
 
     def _maker(self, value: int) -> int | None:
         layers = self._network.layers
@@ -151,7 +160,7 @@ class _GridStep:
 
     def _forward(self) -> None:
         there: dict[tuple[int, int, bool], list[int]] = {}  # a device's messages of a value, for all of it or its rows
-        for number, (block, layer) in enumerate(zip(self._profile.trained, self._network.layers, strict=True)):
+        for number, layer in enumerate(self._network.layers):
             whole = layer.name in self._divided
             for device in range(self._grid.devices):
                 awaits = []
@@ -160,8 +169,8 @@ class _GridStep:
                     if key not in there:
                         there[key] = list(self._gathers(value, device, whole))
                     awaits += there[key]
-                seconds = block.seconds.forward_s * self._share(number, device)
-                self._made["F", number, device] = self._do(device, "F", seconds, awaits)
+                forward_s, _ = self._seconds(number, device)
+                self._made["F", number, device] = self._do(device, "F", forward_s, awaits)
         for value in self._network.outputs:
             for device in range(self._grid.devices):
                 if (device, value, False) not in there:
@@ -192,14 +201,14 @@ class _GridStep:
 
     def _backward(self) -> None:
         for number in reversed(range(len(self._network.layers))):
-            block, layer = self._profile.trained[number], self._network.layers[number]
+            layer = self._network.layers[number]
             scattered = [self._scatters(value, number) for value in layer.writes if value in self._network.trained]
             for device in range(self._grid.devices):
                 awaits = [n for each in scattered for n in each.get(device, [])]
                 if number == len(self._network.layers) - 1:
                     awaits += self._outputs[device]
-                seconds = block.seconds.backward_s * self._share(number, device)
-                self._made["B", number, device] = self._do(device, "B", seconds, awaits)
+                _, backward_s = self._seconds(number, device)
+                self._made["B", number, device] = self._do(device, "B", backward_s, awaits)
             self._sum(number)
 
     def _scatters(self, value: int, maker: int) -> dict[int, list[int]]:
@@ -227,13 +236,21 @@ class _GridStep:
         groups = [self._grid.batch_group(rank) for rank in range(self._grid.outputs)]
         for rank, devices in enumerate(groups if divided else [range(self._grid.devices)]):
             own = len(self._grid.channels(layer.wide)[rank]) / layer.wide if divided else 1.0
-            arrived = self._reduced(number, devices, FLOAT_BYTES * layer.weights * own)
+            arrived = self._reduced(number, devices, [FLOAT_BYTES * own * size for size in layer.messages])
             for device in devices:
                 mine = arrived.get(device, [self._made["B", number, device]])
                 self._do(device, "B", block.seconds.update_s * own, mine)
 
-    def _reduced(self, number: int, devices: Sequence[int], size: float) -> dict[int, list[int]]:
-        """What each device awaits of the sums: between two all of the other's, among more a part of each, summed."""
+    def _reduced(self, number: int, devices: Sequence[int], sizes: Sequence[float]) -> dict[int, list[int]]:
+        """What each device awaits of the sums of a block's variables, each of which is a message of its own."""
+        awaited: dict[int, list[int]] = {device: [self._made["B", number, device]] for device in devices}
+        for size in sizes:
+            for device, numbers in self._reduced_one(number, devices, size).items():
+                awaited[device] += numbers
+        return awaited
+
+    def _reduced_one(self, number: int, devices: Sequence[int], size: float) -> dict[int, list[int]]:
+        """Between two devices all of the other's gradient, among more a part of each, and then of the sums."""
         count, made = len(devices), {device: self._made["B", number, device] for device in devices}
         part = size if count == 2 else size / count
         add = self.program.add
@@ -242,10 +259,9 @@ class _GridStep:
             for sink in devices
         }
         if count <= 2:
-            return {device: [made[device], *first[device]] for device in devices}
+            return first
         return {
             sink: [
-                made[sink],
                 *first[sink],
                 *(
                     add(Send("R", source, sink, part), [made[source], *first[source]])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.actions import Op
-from pipetrain.schemes.transfers.workload import Message
+from pipetrain.schemes.transfers.plan import Message
 from pipetrain.simulation.network import Network, Route
 from pipetrain.trace.records import What
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster
 from pipetrain.plan.profile import Profile
+from pipetrain.schemes.compression import FLOAT_BYTES, Compression, compression_of
+from pipetrain.schemes.synchrony import LocalSGD, synchrony_of
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, ORDERS, check_order, check_servers, orders
-from pipetrain.schemes.transfers.plan import Plan
-from pipetrain.schemes.transfers.workload import Layer, Message, Workload
+from pipetrain.schemes.transfers.plan import Layer, Message, Plan, Workload
 from pipetrain.simulation.action_costs import between_steps_s
 from pipetrain.simulation.data_parallel import Setting, simulate_plan
 from pipetrain.trace.trace import Trace
@@ -28,6 +30,8 @@ def simulate_order(
     order: str = AUTO,
     minibatches: int = STEPS,
     servers: int | None = None,
+    compression: str | Compression | None = None,
+    synchrony: str | LocalSGD | None = None,
     **options: Any,
 ) -> Trace:
     """Simulate ``all-reduce`` or ``parameter-server`` of a profiled model, with transfers in an order by its name.
@@ -46,6 +50,9 @@ def simulate_order(
         servers: on how many of the devices the weights are, from the first one on, each layer's on one; by default on
             all, and then, where they share their memory, an equal part of every variable on each, which is how
             TensorFlow's threads work.
+        compression: of gradients; a block's are taken for one matrix, as near to a square as can be, and what encoding
+            them takes is left out.
+        synchrony: of ``all-reduce``: how often weights are joined.
         options: of ``simulate_plan``.
 
     Raises ValueError for an order or servers that the scheme does not have, more servers than workers, and more workers
@@ -53,12 +60,26 @@ def simulate_order(
     """
     check_order(order, scheme)
     check_servers(servers, scheme)
-    setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers)
+    setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers, compression, synchrony)
     plan = auto(setting) if order == AUTO else ORDERS[order](setting.workload, setting.serves)
     return simulate_plan(setting, plan, minibatches, **options)
 
 
-def setting_of(profile: Profile, scheme: str, workers: int, cluster: Cluster, servers: int | None = None) -> Setting:
+def squarish(elements: int) -> tuple[int, int]:
+    """The sides of a matrix of about so many elements."""
+    side = max(1, math.isqrt(elements))
+    return side, max(1, round(elements / side))
+
+
+def setting_of(
+    profile: Profile,
+    scheme: str,
+    workers: int,
+    cluster: Cluster,
+    servers: int | None = None,
+    compression: str | Compression | None = None,
+    synchrony: str | LocalSGD | None = None,
+) -> Setting:
     """Such workers. Raises ValueError for more of them than rows."""
     if workers > profile.batch_size:
         raise ValueError(
@@ -70,7 +91,21 @@ def setting_of(profile: Profile, scheme: str, workers: int, cluster: Cluster, se
     # Logical devices of a processor have one pool of threads, all of which do what servers are given.
     shares = serves and servers is None and cluster.slowest(workers) == SHARED_MEMORY
     caller_s = between_steps_s(profile, cluster)
-    return Setting(workload, workers, serves, cluster, caller_s, servers or workers, whole=not shares)
+    compressing, joining, gradient_bytes = compression_of(compression), synchrony_of(synchrony), None
+    if compressing is not None:
+        gradient_bytes = tuple(compressing.sent_bytes(squarish(each // FLOAT_BYTES)) for each in workload.sizes_bytes)
+    return Setting(
+        workload,
+        workers,
+        serves,
+        cluster,
+        caller_s,
+        servers or workers,
+        whole=not shares,
+        gradient_bytes=gradient_bytes,
+        at_once=joining is not None,
+        join_steps=joining.steps if joining else 1,
+    )
 
 
 def workload_of(profile: Profile, workers: int, message: Message) -> Workload:
@@ -115,13 +150,22 @@ def auto(setting: Setting) -> Plan:
     return next(plan for plan, part in near(setting).items() if WORTH * part <= 1)
 
 
+def mean_step_s(setting: Setting, plan: Plan) -> float:
+    """The seconds of a step, of those in which all is sent and of those between."""
+    joining_s = simulate_plan(replace(setting, join_steps=1), plan, STEPS).step_s
+    if setting.join_steps == 1:
+        return joining_s
+    alone_s = simulate_plan(replace(setting, join_steps=2 * STEPS), plan, STEPS).step_s
+    return (joining_s + (setting.join_steps - 1) * alone_s) / setting.join_steps
+
+
 def near(setting: Setting) -> dict[Plan, float]:
     """The plans of all orders whose simulated step is within 10 per cent of the shortest, the simplest first.
 
     With each, how many times as long as the shortest it is simulated to take. Where nothing takes time, the first.
     """
     plans = [ORDERS[name](setting.workload, setting.serves) for name in orders(setting.serves)]
-    seconds = [simulate_plan(setting, plan, STEPS).step_s for plan in plans]
+    seconds = [mean_step_s(setting, plan) for plan in plans]
     least_s = min(seconds)
     if not least_s:
         return {plans[0]: 1.0}

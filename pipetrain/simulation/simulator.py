@@ -24,10 +24,9 @@ from pipetrain.schemes.table import (
 )
 from pipetrain.schemes.validation import check_own
 from pipetrain.simulation.build import REDUCTIONS, SimulationOptions, StationBuilder
-from pipetrain.simulation.pipeline import PipelineSimulation
+from pipetrain.simulation.pipeline import PipelineSimulation, VectorizedSimulation, suits
 from pipetrain.simulation.simulated_trace import trace_of_stations
 from pipetrain.simulation.stations import SimulatedCaller
-from pipetrain.simulation.vectorized import VectorizedSimulation, suits
 from pipetrain.trace.trace import Trace
 
 MINIBATCHES = 3  # of a schedule that flushes: each is like the one before, once all devices have begun

@@ -2,19 +2,34 @@
 
 Where a plan orders the transfers of data parallelism, a row below each worker's has what came to it, numbered by the
 packs of the plan: from when it was sent to when it had arrived, and a mark where it was used, as far as that is known.
+Without a choice of minibatches, those are drawn that show what the stages do most of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
-from pipetrain.pictures.figure import GREEN, ORANGE, PURPLE, SKY, VERMILION, WIDTH, YELLOW, Patch, Picture, on_white
-from pipetrain.trace import pack_bars
-from pipetrain.trace.idle import IdleSpan, messages, pauses
-from pipetrain.trace.records import Span, Spans
-from pipetrain.trace.steady import first_of_steady, pieces
+import numpy as np
+from numpy.typing import NDArray
+
+from pipetrain.pictures.figure import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    WIDTH,
+    YELLOW,
+    Line2D,
+    Patch,
+    Picture,
+    on_white,
+)
+from pipetrain.trace.idle import IdleSpan, PackTimes, messages, packs, pauses
+from pipetrain.trace.records import ENDING, Span, Spans
 from pipetrain.trace.trace import Trace
 
 FILL = {"F": SKY, "B": ORANGE, "I": YELLOW, "W": GREEN, "FB": VERMILION, "FI": PURPLE}
@@ -36,6 +51,24 @@ LABELS = {
     "imbalance": "idle: input, or next minibatch, not ready",
     "fill": "idle: filling, draining",
 }
+# What is told apart by colour is told apart by hatching too.
+MESSAGE_LOOKS: dict[str, dict[str, Any]] = {
+    "F": {"facecolor": SKY, "hatch": ""},
+    "B": {"facecolor": ORANGE, "hatch": ""},
+    "W": {"facecolor": PURPLE, "hatch": ""},
+    "R": {"facecolor": BLUE, "hatch": ""},
+    "inverted": {"facecolor": VERMILION, "hatch": "xxxx"},
+}
+MESSAGE_LABELS = {
+    "F": "activations on their way",
+    "B": "their gradients on the way back",
+    "W": "weights on their way",
+    "R": "gradients on their way",
+    "inverted": "after one behind it in the plan",
+}
+FIRST_USED: dict[str, Any] = {"color": "black", "marker": 7, "linestyle": "", "markersize": 4}
+LANES = 4  # of a row: messages that are under way at once
+LEGIBLE = 0.012  # of the figure's width: a bar that has room for its number
 LARGE = "Large: the {number}. Small, below it: {small}."
 VERSIONS = "the version of the weights (updates of the stage by then)"
 STAGES = "the stage"
@@ -46,6 +79,9 @@ SLIM = 0.66 / 72  # inches that a character takes at most for each point of its 
 FILLED = 0.93  # of the width of a box, by a number
 VISIBLE = 1e-3  # of the figure's width: what is idle for less is not shown
 LINE = 110  # characters of the caption's lines
+# Of all parts of a trace with as many microbatches, by their seconds, those between these shares of them: of a short
+# trace most of the parts may have an evaluation in them.
+USUAL = (0.1, 0.3)
 
 
 @on_white
@@ -88,14 +124,14 @@ def draw(trace: Trace, first: int | None = None, minibatches: int = 12, title: s
     axes.set_xlabel(f"milliseconds\n{fill(caption, LINE)}", fontsize=9)
     labels = {(1 + is_ordered) * row: name for row, name in enumerate(names)}
     if is_ordered:
-        labels |= {row + 1: f"to {pack_bars.receiver(place)}" for place, row in rows.items()}
+        labels |= {row + 1: f"to {receiver(place)}" for place, row in rows.items()}
     axes.set_yticks([*labels], [*labels.values()])
     done = {*shown.op.tolist()}
     handles = [Patch(color=FILL[op], label=about) for op, about in OPERATIONS.items() if op in done]
     causes = {each.cause for each in idle}
     handles += [Patch(**IDLE[cause], linewidth=0, label=LABELS[cause]) for cause in IDLE if cause in causes]
     if is_ordered:
-        handles += pack_bars.draw(axes, trace, {place[1]: row + 1 for place, row in rows.items()}, start_s, end_s)
+        handles += draw_messages(axes, trace, {place[1]: row + 1 for place, row in rows.items()}, start_s, end_s)
     figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=9)
     return figure
 
@@ -166,3 +202,98 @@ def _write(axes: Any, row: int, span: Span, small: str, start_s: float, inches_p
 def _inches(text: str) -> float:
     """How wide it is at most, for each point of its size."""
     return SLIM * len(text)
+
+
+def receiver(place: tuple[int, int]) -> str:
+    """The name of who gets messages."""
+    return f"replica {place[1]}"
+
+
+def draw_messages(axes: Any, trace: Trace, rows: Mapping[int, int], start_s: float, end_s: float) -> list[Any]:
+    """Bars for the messages of this time in the rows of their receivers; gives what the legend is to show."""
+    shown = [each for each in packs(trace) if each.sent_s < end_s and each.arrived_s > start_s]
+    free_s: dict[int, list[float]] = {row: [0.0] * LANES for row in rows.values()}
+    seen: dict[str, None] = {}
+    used = False
+    for each in shown:
+        row = rows[each.to_replica]
+        lane = min(range(LANES), key=lambda n: (free_s[row][n] > each.sent_s, free_s[row][n]))
+        free_s[row][lane] = each.arrived_s
+        look = "inverted" if each.inverted else each.op
+        seen[look] = None
+        at = row - 0.4 + 0.8 * (lane + 0.5) / LANES
+        _message_bar(axes, each, at, look, start_s, end_s)
+        if each.used_s > each.arrived_s and each.used_s < end_s:
+            used = True
+            axes.plot([(each.used_s - start_s) * 1e3], [at], zorder=5, **FIRST_USED)
+    handles = [
+        Patch(**MESSAGE_LOOKS[look], edgecolor="white", linewidth=0, label=MESSAGE_LABELS[look])
+        for look in MESSAGE_LOOKS
+        if look in seen
+    ]
+    return [*handles, *([Line2D([], [], label="first used", **FIRST_USED)] if used else [])]
+
+
+def _message_bar(axes: Any, message: PackTimes, at: float, look: str, start_s: float, end_s: float) -> None:
+    left_s, right_s = max(message.sent_s, start_s), min(message.arrived_s, end_s)
+    height = 0.8 / LANES
+    style = {**MESSAGE_LOOKS[look], "edgecolor": "white", "linewidth": 0.4}
+    axes.barh(at, (right_s - left_s) * 1e3, left=(left_s - start_s) * 1e3, height=height, zorder=2, **style)
+    if right_s - left_s > LEGIBLE * (end_s - start_s):
+        middle_ms = ((left_s + right_s) / 2 - start_s) * 1e3
+        axes.text(middle_ms, at, str(message.pack), fontsize=6, ha="center", va="center", color="white", zorder=4)
+
+
+def first_of_steady(trace: Trace, count: int) -> int:
+    """The first of ``count`` microbatches about the middle of a trace that take as long as most do.
+
+    They are whole minibatches from their first microbatch on, without a drain, and where there are such with as many
+    microbatches between them and a drain as there are stages, so that no stage is seen to wait for one. What a few of
+    them waited for, such as an evaluation, is not in them.
+    """
+    number, starts_s, ends_s = _times(trace)
+    if not len(number):
+        return 0
+    firsts = np.flatnonzero(number % pieces(trace) == 0)
+    firsts = firsts[firsts + count <= len(number)]
+    for margin in (trace.stages, 0):
+        apart = _apart(number[firsts], number[-1] + 1, count, margin, np.sort(trace.starts))
+        if apart.any():
+            return _usual(firsts[apart], number, ends_s[firsts[apart] + count - 1] - starts_s[firsts[apart]])
+    return int(number[0])
+
+
+def pieces(trace: Trace) -> int:
+    """How many microbatches a minibatch has: the backwards of as many at one stage lead to an update."""
+    spans = trace.spans[np.isin(trace.spans.op, ENDING) & (trace.spans.stage == 0) & (trace.spans.replica == 0)]
+    made = np.unique(np.stack([spans.version, spans.microbatch]), axis=1)[0]  # a backward may be several spans
+    return int(np.unique(made, return_counts=True)[1].max(initial=1))
+
+
+def _times(trace: Trace) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.float64]]:
+    """Every microbatch, when its first action began, and when its last one ended."""
+    number, of = np.unique(trace.spans.microbatch, return_inverse=True)
+    starts_s, ends_s = np.full(len(number), np.inf), np.zeros(len(number))
+    np.minimum.at(starts_s, of, trace.spans.start_s)
+    np.maximum.at(ends_s, of, trace.spans.end_s)
+    return number, starts_s, ends_s
+
+
+def _apart(
+    firsts: NDArray[np.int32], end: int, count: int, margin: int, starts: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Of parts that begin with these microbatches, whether they are apart from all drains, and from the end."""
+    run = np.searchsorted(starts, firsts, side="right")
+    begin = np.concatenate([[0], starts])[run]
+    until = np.concatenate([starts, [end]])[run]
+    found: NDArray[np.bool_] = (firsts >= begin + margin) & (firsts + count + margin <= until)
+    return found
+
+
+def _usual(firsts: NDArray[np.int64], number: NDArray[np.int32], seconds: NDArray[np.float64]) -> int:
+    """Of these parts, the one next to the middle of those that take about as long as most do."""
+    least, most = np.quantile(seconds, USUAL)
+    usual = firsts[(seconds >= least) & (seconds <= most)]
+    if not len(usual):
+        usual = firsts[[np.argsort(seconds)[len(seconds) // 2]]]
+    return int(number[usual[np.argmin(np.abs(usual - np.median(firsts)))]])

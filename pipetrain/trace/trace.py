@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipetrain.logs import counted
-from pipetrain.pictures import html
-from pipetrain.pictures.rows import Tabular
+from pipetrain.pictures.tables import Tabular, table
 from pipetrain.trace.records import CATEGORIES, ENDING, OPS, Integers, Seconds, Span, Spans, Transfer, Transfers
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class Trace(Tabular):
         ]
         title = f"Trace of {counted(len(self.spans), 'action')}, {self.duration_s:.3g} s"
         header = ("stage", "at work", "idle: transfers", "idle: imbalance", "idle: filling, draining")
-        return html.table(title, header, rows)
+        return table(title, header, rows)
 
     def _columns(self) -> dict[str, Sequence[Any]]:
         return {field.name: column.tolist() for field, column in zip(fields(Spans), self.spans.columns, strict=True)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import keras
 import networks
 import pytest
@@ -12,6 +14,10 @@ from pipetrain.compute.graph.wide_layers import wide_layers
 from pipetrain.plan.balance import (
     Balance,
     LayerShape,
+    WeightBlocks,
+    best_parts,
+    block_bytes,
+    block_ratio,
     break_even_rows,
     choice,
     data_ratio,
@@ -59,6 +65,51 @@ def test_the_inequality_is_consistent_unless_it_is_asked_for_as_printed():
 def test_at_break_even_the_ratios_are_equal_for_any_number_of_devices(layer, devices):
     rows = break_even_rows(layer) / devices
     assert model_ratio(layer, devices) == pytest.approx(data_ratio(layer, rows))
+
+
+def test_an_overlap_lies_between_all_and_nothing():
+    assert [data_ratio(F1, 10, overlap) for overlap in (0, 0.5, 1)] == [7.5, 10, 15]
+    with pytest.raises(ValueError, match=r"Received: overlap=1\.5"):
+        Balance([C1], 4, 256, 386, overlap=1.5)
+    assert "overlap 0.25" in str(Balance([C1], 4, 256, 386, overlap=0.25))
+
+
+def test_maps_and_operations_are_those_of_the_layer():
+    assert [layer.input_maps for layer in (C1, C5, F1)] == [3, 1024, 36864]
+    assert [layer.flops for layer in (C1, C5, F1)] == [
+        2 * 96 * 3 * 121 * 56 * 56,
+        2 * 1024 * 1024 * 9 * 144,
+        2 * 36864 * 3072,
+    ]
+
+
+@pytest.mark.parametrize("devices", [2, 16])
+@pytest.mark.parametrize("layer", [C1, C5, F1])
+def test_blocks_of_outputs_alone_are_the_source_s(layer, devices):
+    assert block_ratio(layer, WeightBlocks(1, devices)) == pytest.approx(model_ratio(layer, devices))
+    assert block_ratio(layer, WeightBlocks(1, 1)) == math.inf
+
+
+def test_inputs_divided_reduce_partial_sums():
+    """4096 to 1024 on 4 devices: sums of 1024 outputs, with their gradients, or 4096 inputs, or halves of both.
+
+    Three products of 2 operations a weight are shared by the devices; 8 bytes a number for the two exchanges.
+    """
+    layer, products = LayerShape.dense("fc", 4096, 1024), 3 * 2 * 4096 * 1024 / 4
+    assert block_bytes(layer, WeightBlocks(1, 4)) == 8 * 4096
+    assert block_bytes(layer, WeightBlocks(4, 1)) == 8 * 1024
+    assert block_bytes(layer, WeightBlocks(2, 2)) == 8 * (2048 + 512)
+    assert block_ratio(layer, WeightBlocks(4, 1)) == products / (8 * 1024)
+    assert best_parts(layer, 4) == WeightBlocks(4, 1)
+    assert best_parts(layer, 16) == WeightBlocks(8, 2)
+    assert best_parts(LayerShape.dense("square", 4096, 4096), 16) == WeightBlocks(4, 4)
+    assert best_parts(LayerShape.dense("small", 2, 2), 16) is None
+
+
+@pytest.mark.parametrize("layer", [C5, F1, LayerShape.dense("square", 4096, 4096)])
+def test_the_best_blocks_are_the_best_of_all(layer):
+    best = best_parts(layer, 12)
+    assert block_ratio(layer, best) == max(block_ratio(layer, WeightBlocks(n, 12 // n)) for n in (1, 2, 3, 4, 6, 12))
 
 
 def test_what_cannot_be_is_refused():
@@ -114,7 +165,7 @@ def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
     networks.small().save(tmp_path / "m.keras")
     (tmp_path / "cluster.json").write_text('{"levels": [{"bandwidth": "1Gb/s"}]}')
     given = ["plan", str(tmp_path / "m.keras"), "--devices", "2", "--cluster", str(tmp_path / "cluster.json")]
-    for extra in ([], ["--no-overlap"], ["--as-printed"]):
+    for extra in ([], ["--no-overlap"], ["--as-printed"], ["--overlap", "0.5"]):
         assert command_line.main([*given, "--batch-size", "8", "--balance", *extra]) in (None, 0)
         words = {*capsys.readouterr().out.split()}  # names of columns may be broken over lines
         assert {"layer", "FLOP/B", "least", "most", "devices", "even", "better"} <= words

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import pipetrain
-from pipetrain.compute.profiling import profile_cache
+from pipetrain.compute.profiling import limits
 from pipetrain.compute.profiling.limits import KeptTrials
 from pipetrain.plan.profile import Profile
 
@@ -65,7 +65,7 @@ def test_a_relative_cache_home_is_ignored(given, monkeypatch, tmp_path):
     """As the XDG Base Directory Specification says."""
     monkeypatch.setenv("XDG_CACHE_HOME", given)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert profile_cache.folder() == tmp_path / ".cache" / "pipetrain"
+    assert limits.folder() == tmp_path / ".cache" / "pipetrain"
 
 
 @pytest.mark.wide

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import pipetrain
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.profiling import block_costs, block_passes, profile_cache, profiler, progress, timing
+from pipetrain.compute.profiling import block_costs, block_passes, profiler, progress, timing
 from pipetrain.compute.profiling import kinds as block_kinds
 from pipetrain.compute.profiling.kinds import Kinds
 from pipetrain.frontend import planner
@@ -156,7 +156,7 @@ def test_pipelines_that_split_minibatches_are_planned_for_their_microbatches(mon
 
     def noted(*given):
         asked.append(given[-1])
-        return profile_cache.cached_profile(*given)
+        return profiler.cached_profile(*given)
 
     monkeypatch.setattr(planner, "cached_profile", noted)
     for scheme, microbatches in (("1f1b", 4), ("spectrain", None)):
@@ -184,9 +184,9 @@ def test_of_two_processes_that_measure_at_once_the_first_ones_profile_counts(lin
         return Profile("m", 16, tuple(BlockProfile(block.name, number, 1.0, 0, 0) for block in chain.blocks))
 
     def profile():
-        return profile_cache.cached_profile(chain, 16, ((networks.FEATURES,),), "CPU:0")
+        return profiler.cached_profile(chain, 16, ((networks.FEATURES,),), "CPU:0")
 
-    monkeypatch.setattr(profile_cache, "profile_chain", profile_chain)
+    monkeypatch.setattr(profiler, "profile_chain", profile_chain)
     mine, later = profile(), profile()
     assert mine == later
     assert mine.blocks[0].forward_s == 2.0
@@ -208,12 +208,12 @@ def test_a_disturbed_profile_is_measured_once_more_by_another_process(spreads, s
         return Profile("m", 16, blocks, spreads[number - 1])
 
     def measured():
-        profile = profile_cache.cached_profile(chain, 16, ((networks.FEATURES,),), "CPU:0")
+        profile = profiler.cached_profile(chain, 16, ((networks.FEATURES,),), "CPU:0")
         return round(profile.blocks[0].forward_s / seconds)
 
-    monkeypatch.setattr(profile_cache, "profile_chain", profile_chain)
+    monkeypatch.setattr(profiler, "profile_chain", profile_chain)
     assert [measured(), measured()] == [1, 1]
-    profile_cache._trusted.clear()  # as in another process
+    profiler._trusted.clear()  # as in another process
     assert [measured(), measured()] == [kept, kept]
     assert len(list((tmp_path / "pipetrain").iterdir())) == 1
 

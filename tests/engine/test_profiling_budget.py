@@ -19,7 +19,7 @@ from pipetrain.cli import given as given_options
 from pipetrain.cli import main
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.inputs import checked_shapes
-from pipetrain.compute.profiling import block_costs, profile_cache, profiler, progress
+from pipetrain.compute.profiling import block_costs, profiler, progress
 from pipetrain.compute.profiling.kinds import Kind, Kinds
 from pipetrain.compute.profiling.limits import Budget
 from pipetrain.compute.profiling.timing import MeasuredSeconds, until_steady
@@ -178,10 +178,10 @@ def test_a_kept_profile_serves_no_larger_budget(monkeypatch, tmp_path):
         blocks = tuple(BlockProfile(block.name, len(asked), 1.0, 0, 0) for block in chain.blocks)
         return Profile("m", 4, blocks, budget_s=left_out)
 
-    monkeypatch.setattr(profile_cache, "profile_chain", profile_chain)
+    monkeypatch.setattr(profiler, "profile_chain", profile_chain)
 
     def kept(budget_s):
-        profile = profile_cache.cached_profile(chain, 4, ((networks.FEATURES,),), DEVICE, budget_s=budget_s)
+        profile = profiler.cached_profile(chain, 4, ((networks.FEATURES,),), DEVICE, budget_s=budget_s)
         return round(profile.blocks[0].forward_s)
 
     assert [kept(20.0), kept(20.0), kept(5.0)] == [1, 1, 1]
@@ -193,9 +193,9 @@ def test_a_kept_profile_serves_no_larger_budget(monkeypatch, tmp_path):
 
 @pytest.mark.wide
 def test_fit_and_explain_profile_within_the_default_budget(monkeypatch):
-    asked = Mock(side_effect=profile_cache.profile_chain)
-    monkeypatch.setattr(profile_cache, "profile_chain", asked)
-    monkeypatch.setattr(profile_cache, "_read", lambda path: None)
+    asked = Mock(side_effect=profiler.profile_chain)
+    monkeypatch.setattr(profiler, "profile_chain", asked)
+    monkeypatch.setattr(profiler, "_read", lambda path: None)
     pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="spectrain").explain(8)
     assert {call.args[-1] for call in asked.call_args_list} == {20.0}
 

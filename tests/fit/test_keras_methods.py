@@ -17,7 +17,8 @@ import pytest
 import pipetrain
 from pipetrain.compute.keras_private import LOOP_METHODS, overridden
 from pipetrain.compute.optimizer import clone
-from pipetrain.frontend.keras_methods import ABSENT, COMPILED, DELEGATED, DRAINED, KEPT, OWN, PREDICTING, REPLACED
+from pipetrain.frontend.refusals import REPLACED
+from pipetrain.frontend.wrapped_model import ABSENT, COMPILED, DELEGATED, DRAINED, KEPT, OWN, PREDICTING
 
 L = keras.layers
 TABLES = {

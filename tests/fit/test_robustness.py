@@ -17,10 +17,9 @@ import tensorflow as tf
 from networks import fit
 
 import pipetrain
-from pipetrain.compute import interpreter
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.program.stage_trace import StageTrace
-from pipetrain.run import control, stage_work
+from pipetrain.run import control, device_threads, stage_work
 from pipetrain.run.control import RunSettings
 from pipetrain.schemes.table import SCHEMES as SCHEME_TABLE
 
@@ -171,13 +170,13 @@ def test_pipelines_that_overlap_leave_pythons_switch_interval_as_it_was(ended_fi
     usual_s = sys.getswitchinterval()
     holders = [object(), object()]
     for holder in holders:
-        interpreter.shorten(holder)
-        interpreter.shorten(holder)  # started again after an interrupt
-    assert sys.getswitchinterval() == pytest.approx(interpreter.SHORT_S)
+        device_threads.shorten(holder)
+        device_threads.shorten(holder)  # started again after an interrupt
+    assert sys.getswitchinterval() == pytest.approx(device_threads.SHORT_S)
     for _ in range(2):  # an end that was interrupted comes again
-        interpreter.let_go(holders[ended_first])
-    assert sys.getswitchinterval() == pytest.approx(interpreter.SHORT_S)
-    interpreter.let_go(holders[1 - ended_first])
+        device_threads.let_go(holders[ended_first])
+    assert sys.getswitchinterval() == pytest.approx(device_threads.SHORT_S)
+    device_threads.let_go(holders[1 - ended_first])
     assert sys.getswitchinterval() == pytest.approx(usual_s)
 
 
@@ -214,7 +213,7 @@ def test_models_trained_at_once_leave_pythons_switch_interval_as_it_was(ended_fi
     for thread in threads:
         thread.join()
     assert not errors and [int(each.optimizer.iterations) for each in models] == [3, 3]
-    assert seen_s == pytest.approx([interpreter.SHORT_S] * 6)
+    assert seen_s == pytest.approx([device_threads.SHORT_S] * 6)
     assert sys.getswitchinterval() == pytest.approx(usual_s)
 
 

@@ -16,9 +16,9 @@ import tensorflow as tf
 from tensorflow.python.framework import config
 
 import pipetrain
+from pipetrain.compute.functions.kernels import gc_paused
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import Inputs
-from pipetrain.compute.interpreter import gc_paused
 from pipetrain.run import channels, control, pipeline
 from pipetrain.trace.idle import Idle, idle, pauses
 from pipetrain.trace.records import ENDING, Span

@@ -249,7 +249,7 @@ SIMULATION = [
     ),
     Fault(
         "vectorized-links",
-        "pipetrain/simulation/vectorized.py",
+        "pipetrain/simulation/pipeline.py",
         "sent_s = np.maximum(computed_s, self._link_free_s[link]) + self._holds_s[link, place >> 1]",
         "sent_s = computed_s + self._holds_s[link, place >> 1]",
         "The simulation by arrays gives the same times as that by events where links are slow.",

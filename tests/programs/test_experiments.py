@@ -271,6 +271,48 @@ def test_a_run_remembers_its_servers(main, tmp_path, capsys):
     assert [(each["order"], each["servers"]) for each in found] == [(None, None), ("tic", 2)]
 
 
+@pytest.mark.wide
+def test_stages_have_the_devices_that_are_asked_for(main, tmp_path, monkeypatch, capsys):
+    """Of several schemes those whose stages may have several; the others have as many devices. Resumed it is the same.
+
+    A change of the stages forgets them.
+    """
+
+    def stop(recorder, step, model):
+        raise KeyboardInterrupt
+
+    schemes = ["--scheme", "vanilla", "--scheme", "all-reduce", "--scheme", "single", "--scheme", "interleaved"]
+    options = [*schemes, "--replicas", "2", "1", "1", "--output", str(tmp_path), *SMALL, "--checkpoint-every", "5"]
+    assert main(options) == 0
+    assert re.findall(r"^(\S+): .*, (\d .+), \d+ steps$", capsys.readouterr().out, re.M) == [
+        ("vanilla", "3 stages on 2-1-1 devices"),
+        ("all-reduce", "4 devices"),
+        ("single", "1 device"),
+        ("interleaved", "4 stages"),
+    ]
+    cut = json.loads((tmp_path / "vanilla" / "partition.json").read_text())
+    assert [stage["replicas"] for stage in cut["stages"]] == [2, 1, 1]
+    with monkeypatch.context() as patched:
+        patched.setattr(training.Recorder, "evaluate", stop)
+        assert main(["--scheme", "vanilla", *options[8:]]) == 130
+    assert main(["--resume", str(tmp_path), "--scheme", "vanilla", "--stages", "2"]) == 0
+    config = json.loads((tmp_path / "vanilla" / "config.json").read_text())
+    assert (config["stages"], config["replicas"]) == (2, None)
+
+
+@pytest.mark.parametrize("scheme", ["single", "all-reduce", "interleaved"])
+def test_replicas_that_no_scheme_of_the_run_has_are_refused(main, scheme, tmp_path, capsys):
+    assert main(["--scheme", scheme, "--replicas", "2", "1", "--output", str(tmp_path)]) == 2
+    assert f"No stage of these schemes has several devices. Received: --replicas, {scheme}" in capsys.readouterr().err
+
+
+def test_as_many_stages_as_have_replicas(main, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--stages", "3", "--replicas", "2", "1", "--output", str(tmp_path)])
+    assert "Received: --stages 3, --replicas 2 1. Try --stages 2" in capsys.readouterr().err
+    assert run.parse(["--replicas", "2", "1"]).stages == 2
+
+
 @pytest.mark.parametrize("scheme", ["vanilla", "single", "data-parallel"])
 def test_microbatches_that_no_scheme_of_the_run_has_are_refused(main, scheme, tmp_path, capsys):
     assert main(["--scheme", scheme, "--microbatches", "2", "--output", str(tmp_path)]) == 2

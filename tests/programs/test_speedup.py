@@ -72,6 +72,18 @@ def test_backward_is_twice_forward():
     assert (right.rows, right.inner, right.columns, right.times) == (20, 160, 60, 1)
 
 
+def test_a_slice_of_a_layer_reads_all_of_its_inputs():
+    """(20 x 5) by (5 x 40): a quarter of the columns is (5 x 10), a quarter of the results, all of the inputs."""
+    whole = Product(20, 5, 40, 4 * (20 * 5 + 5 * 40 + 20 * 40))
+    assert whole.slice(4) == Product(20, 5, 10, 4 * (20 * 5 + 5 * 10 + 20 * 10))
+    work = Work("dense", (whole,), moved_bytes=3200, kernels=1, weight_bytes=800)
+    block = block_profile(work, SMALL, (4, 16))
+    alone = block_profile(work.slice(4), SMALL)
+    assert block.slice_s(4) == pytest.approx((alone.forward_s, alone.backward_s))
+    assert block.slice_s(16)[0] > block.forward_s / 16  # launches, and tiles that are partly empty
+    assert not block_profile(Work("relu", moved_bytes=400), SMALL, (4,)).slices
+
+
 def test_blocks_without_products_go_by_their_bytes():
     block = block_profile(Work("relu", moved_bytes=400, kernels=2, weight_bytes=20), SMALL)
     assert (block.forward_s, block.backward_s, block.update_s) == (4.0 + 2, 8.0 + 4, 1.0 + 1)
@@ -166,6 +178,23 @@ def test_ways_to_train_by_hand():
     assert (ring.compute_s, ring.transfer_s) == pytest.approx((12e-3, 4e-3), rel=0.02)
     assert found["data-parallel (overlapped)"].step_s == pytest.approx(12e-3, rel=0.02)
     assert found["data-parallel (server)"].step_s == pytest.approx(12e-3 + 2 * 3 * 32e6 / 12e9, rel=0.02)
+
+
+def test_a_slow_first_block_has_several_devices_where_stages_may():
+    """9, 3 and 3 ms: with a device each 9 ms, with two for the first 4.5 ms and half the rows' sums of 8 MB."""
+    base = linear(1e-3)
+
+    def profiled(rows):
+        first, second, third, _ = base(rows).blocks
+        first = replace(first, forward_s=3e-3, backward_s=6e-3)
+        return replace(base(rows), blocks=(first, second, third))
+
+    found = by_way(profiled, 3)
+    assert found["pipeline"].step_s == pytest.approx(9e-3, rel=0.01)
+    assert (found["pipeline"].replicas, found["single"].replicas) == ((1, 1, 1), (1,))
+    hybrid = found["pipeline (hybrid)"]
+    assert hybrid.replicas == found["spectrain (hybrid)"].replicas == (2, 1)
+    assert hybrid.step_s == pytest.approx(6e-3, rel=0.01)  # of the second and the third block
 
 
 def test_prediction_costs_where_weights_are_predicted():

@@ -165,7 +165,7 @@ def tmp_path_runs(output):
 def test_help_teaches(capsys):
     with pytest.raises(SystemExit):
         staleness.main(["--help"])
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "python experiments/staleness.py" in said
     assert "minutes on two CPU cores" in said
     assert "scheme='spectrain'" in said

@@ -23,7 +23,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph
 
-from pipetrain.compute import interpreter
+from pipetrain.compute.functions import kernels
 
 STAGES, ROWS, WIDTH, FLOAT_BYTES, LABEL_BYTES = 3, 16, 16, 4, 4
 CUT_BYTES = ROWS * WIDTH * FLOAT_BYTES
@@ -221,7 +221,7 @@ def test_each_function_of_a_stage_is_traced_once(scheme, monkeypatch):
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_threads_that_pause_garbage_collection_leave_it_as_it_was(enabled, monkeypatch):
-    first, second, asked = interpreter.gc_paused(), interpreter.gc_paused(), gc.isenabled
+    first, second, asked = kernels.gc_paused(), kernels.gc_paused(), gc.isenabled
 
     def asked_while_the_first_ends() -> bool:
         found = asked()

@@ -155,6 +155,32 @@ def test_a_command_that_is_stopped_says_how_to_go_on(main, tmp_path, monkeypatch
     assert "the same command" in capsys.readouterr().err
 
 
+def test_stages_with_replicas_and_the_published_size():
+    options = table1.parse(["--model", "snn", "--published", "--replicas", "2", "1", "1", "--seeds", "1"])
+    planned = table1.planned(options)
+    assert {each.devices for each in planned} == {4}
+    assert [(each.scheme, each.layout) for each in planned][:2] == [
+        ("data-parallel", {"stages": 4}),
+        ("vanilla", {"stages": 3, "replicas": (2, 1, 1)}),
+    ]
+    summary = Summary("vanilla", "snn", "", 3, 128, 60, 1.0, 1.0, 2.0, 0.5, 0, None)
+    (section,) = results.sections([results.Run(planned[1], summary)])
+    assert section.about.startswith("size as published") and section.about.endswith("3 stages on 2-1-1 devices")
+
+
+def test_differences_are_against_both_references_where_both_were_run(tmp_path):
+    for scheme, accuracy in {"data-parallel": 0.8, "single": 0.7, "vanilla": 0.75}.items():
+        written(tmp_path, scheme, 0, accuracy)
+    (section,) = results.sections(results.gather(tmp_path))
+    assert section.header[-3:] == ("against data-parallel, points", "against single, points", "the paper")
+    rows = {row[0].text: [cell.text for cell in row[-3:]] for row in section.rows}
+    assert rows == {
+        "single": ["-10.00", "", ""],
+        "data-parallel": ["", "+10.00", ""],
+        "vanilla": ["-5.00", "+5.00", "-0.55"],
+    }
+
+
 def test_sizes_are_for_the_networks_that_have_them(main, tmp_path, capsys):
     options = table1.parse(["--model", "snn", "--model", "vgg16", "--depth", "3", "--width", "8", "--seeds", "1"])
     planned = table1.planned(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 
 import pytest
@@ -22,6 +23,7 @@ from pipetrain.plan.grid_cost import (
 )
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes.grid import Grid
+from pipetrain.schemes.transfers.plan import Message
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.every_way import Chooser, choose
 from pipetrain.simulation.grid import chosen_grid, simulate_grid
@@ -185,3 +187,45 @@ def test_all_devices_together_compute_every_row_and_every_output_once(grid):
         mine = spans.op == op
         computed_s = (spans.end_s[mine] - spans.start_s[mine]).sum()
         assert computed_s == pytest.approx(2 * len(blocks) * block_s)
+
+
+def test_a_slice_takes_what_the_profile_says():
+    """Half of the outputs takes 0.7 of the whole, a quarter 0.5; a third lies between, an eighth goes on so."""
+    block = BlockProfile("dense", 1.0, 2.0, 8, 8, slices=((4, 0.5, 1.0), (2, 0.7, 1.4)))
+    assert block.slice_s(1) == (1.0, 2.0) and block.slice_s(4) == pytest.approx((0.5, 1.0))
+    assert block.slice_s(2) == pytest.approx((0.7, 1.4))
+    assert block.slice_s(3)[0] == pytest.approx(0.7 * (0.5 / 0.7) ** (math.log(1.5) / math.log(2)))
+    assert block.slice_s(8)[0] == pytest.approx(0.5 * 0.5 / 0.7)
+    assert block.longer(2.0, 1.0).slice_s(2) == pytest.approx((1.4, 2.8))
+    assert BlockProfile("dense", 1.0, 2.0, 8, 8).slice_s(8) == (1 / 8, 1 / 4)
+
+
+def test_a_device_of_a_grid_takes_its_slice_and_what_pieces_and_messages_cost():
+    """Two layers of a second each way, whose halves take 0.8: F and B of each, and 0.01 beside each of the four."""
+    network = GridNetwork.chain((16, 32, 32))
+    blocks = [BlockProfile(each.name, 1.0, 1.0, 8, 8, slices=((2, 0.8, 0.8),)) for each in network.layers]
+    made, link = Profile("made up", 64, tuple(blocks), network=network), Cluster((Level(Link(math.inf)),))
+    assert simulate_grid(made, 2, link, (2, 1)).step_s == pytest.approx(4 * 0.8)
+    assert simulate_grid(made, 2, link, (2, 1), piece_s=0.01).step_s == pytest.approx(4 * 0.81)
+    with_work = simulate_grid(made, 2, link, (2, 1), message_work=Message(1e-3))
+    # both gather the first layer's outputs, and get the gradients; of the last outputs each gets its rows
+    sent = len(packs(with_work)) / 4 / 2
+    assert sent == 4
+    assert 4 * 0.8 + 2e-3 <= with_work.step_s <= 4 * 0.8 + 2 * sent * 1e-3
+    assert Profile.from_json(made.to_json()) == made
+
+
+def test_each_variable_s_gradients_are_a_message():
+    network = GridNetwork.chain((16, 32))
+    trace = simulate_grid(profile(network), 2, CLUSTER, (1, 2), minibatches=2)
+    mine = (trace.transfers.op == "R") & (trace.transfers.microbatch == 1)
+    assert sorted(trace.transfers.size_bytes[mine]) == [4 * 32, 4 * 32, 4 * 16 * 32, 4 * 16 * 32]
+
+
+def test_networks_of_earlier_profiles_are_read():
+    """Whose layers have no variables."""
+    made = profile(GridNetwork.chain((16, 32)))
+    data = json.loads(made.to_json())
+    data["network"]["layers"] = [layer[:6] for layer in data["network"]["layers"]]
+    (layer,) = Profile.from_json(json.dumps(data)).network.layers
+    assert layer.variables == () and layer.messages == (layer.weights,)

@@ -23,6 +23,8 @@ GIVEN = {  # what is written, and what it means
     "stretch_momentum": ("no", False),
     "chunks": ("3", 3),
     "order": ("tic", "tic"),
+    "compression": ("top-k:0.1", "top-k:0.1"),
+    "synchrony": ("local:4", "local:4"),
     "servers": ("2", 2),
     "children": ("4", 4),
     "depth": ("2", 2),
@@ -36,6 +38,8 @@ WRONG = {
     "stretch_momentum": ["maybe"],
     "chunks": ["0"],
     "order": ["fifo"],
+    "compression": ["top-k:2"],
+    "synchrony": ["local:0"],
     "servers": ["none"],
     "children": ["0"],
     "depth": ["1.5"],
@@ -137,7 +141,7 @@ def test_a_command_line_has_options_and_words_of_its_own():
     ("command", "wanted"),
     [
         ("plan", "horizon chunks staleness"),
-        ("simulate", "horizon chunks order servers children depth stragglers grid"),
+        ("simulate", "horizon chunks order compression synchrony servers children depth stragglers grid"),
         ("schedule", "chunks"),
     ],
 )

@@ -17,11 +17,9 @@ from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.schemes.transfers.plan import Phase, Plan
-from pipetrain.schemes.transfers.workload import Message, Workload
+from pipetrain.schemes.transfers.plan import Message, Phase, Plan, Workload
 from pipetrain.simulation.data_parallel import Setting, simulate_plan
 from pipetrain.simulation.simulator import simulate
-from pipetrain.trace import pack_bars, steady
 from pipetrain.trace import timeline as pictured
 from pipetrain.trace.records import Span, Transfer
 from pipetrain.trace.trace import Trace
@@ -307,13 +305,17 @@ def test_what_a_timeline_cannot_show_is_refused_with_what_can_be(tmp_path, capsy
     assert timeline.main([str(made), "--first", "8"]) == timeline.main([str(made)]) == 0
 
 
-@pytest.mark.parametrize("name", ["rmse", "staleness", "table1", "traffic", "speedup", "over_time", "stability"])
+@pytest.mark.parametrize(
+    "name",
+    ["rmse", "staleness", "table1", "traffic", "speedup", "over_time", "stability", "grid_scaling", "balance_scaling"],
+)
 def test_a_folder_without_results_is_refused_with_the_program_that_makes_them(name, tmp_path, capsys):
     draw = importlib.import_module(f"plots.{name}").draw
-    file = {"traffic": "traffic.json", "speedup": "speedup.json"}.get(name, "")
+    files = {"traffic": "traffic.json", "speedup": "speedup.json", "grid_scaling": "grid_scaling.csv"}
+    file = {**files, "balance_scaling": "balance_scaling.csv"}.get(name, "")
     for content in ("", "{", "{}", "[]"):
         if content:
-            for path in ("config.json", "summary.json", "history.jsonl", f"{name}.json"):
+            for path in ("config.json", "summary.json", "history.jsonl", f"{name}.json", f"{name}.csv"):
                 (tmp_path / path).write_text(content)
         assert command.of_folder("", draw, f"experiments/{name}.py", f"{name}.png", file, [str(tmp_path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -374,14 +376,14 @@ def with_drains(steps, drains, late=()):
 def test_a_timeline_is_of_a_part_that_is_as_most_are():
     """Not at a drain, nor at an evaluation; of whole minibatches."""
     for drains, late in (((), ()), ((50,), ()), ((), (50,)), ((25, 50, 75), (10, 60)), (tuple(range(6, 100, 6)), ())):
-        first = steady.first_of_steady(with_drains(100, drains, late), 4)
+        first = pictured.first_of_steady(with_drains(100, drains, late), 4)
         assert 25 <= first < 75
         assert not {*range(first + 1, first + 4)} & {*drains} and not {*range(first, first + 3)} & {*late}
-    assert steady.first_of_steady(with_drains(3, ()), 12) == 0
-    assert steady.first_of_steady(Trace(), 12) == 0
+    assert pictured.first_of_steady(with_drains(3, ()), 12) == 0
+    assert pictured.first_of_steady(Trace(), 12) == 0
     trace = simulate(CUT, "gpipe", SLOW_LINK, 20, microbatches=4)
-    assert steady.pieces(trace) == 4
-    assert steady.first_of_steady(trace, 12) % 4 == 0
+    assert pictured.pieces(trace) == 4
+    assert pictured.first_of_steady(trace, 12) % 4 == 0
 
 
 def test_packs_of_a_plan_are_in_the_timeline_with_what_is_out_of_order(tmp_path):
@@ -390,11 +392,16 @@ def test_packs_of_a_plan_are_in_the_timeline_with_what_is_out_of_order(tmp_path)
     pulls, pushes = (Phase(tuple(workload.pack([n]) for n in range(3)), window) for window in (2, 0))
     trace = simulate_plan(setting, Plan(pulls, pushes), 3)
     axes = Figure().subplots()
-    labels = [each.get_label() for each in pack_bars.draw(axes, trace, {0: 1, 1: 3}, 0.0, trace.duration_s + 1)]
-    assert labels == [pack_bars.LABELS["W"], pack_bars.LABELS["R"], pack_bars.LABELS["inverted"], "first used"]
+    labels = [each.get_label() for each in pictured.draw_messages(axes, trace, {0: 1, 1: 3}, 0.0, trace.duration_s + 1)]
+    assert labels == [
+        pictured.MESSAGE_LABELS["W"],
+        pictured.MESSAGE_LABELS["R"],
+        pictured.MESSAGE_LABELS["inverted"],
+        "first used",
+    ]
     assert len(axes.patches) == len(trace.transfers) == 3 * 6
     assert timeline.draw(trace, tmp_path / "drawn.png", 1, 2).exists()
-    assert steady.pieces(trace) == 1  # though backwards wait in between, and so are several spans
+    assert pictured.pieces(trace) == 1  # though backwards wait in between, and so are several spans
     assert transfers.sent_bytes(trace) == {"F": 0, "B": 0, "R": 320, "W": 320}
 
 

@@ -32,6 +32,8 @@ VALUES = {
     "stretch_momentum": False,
     "chunks": 3,
     "order": "tic",
+    "compression": "top-k:0.1",
+    "synchrony": "local:4",
     "servers": 2,
     "children": 4,
     "depth": 2,

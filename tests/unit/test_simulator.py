@@ -26,7 +26,7 @@ from pipetrain.schemes import ScheduleError, dry_run, schedules
 from pipetrain.schemes.actions import Action
 from pipetrain.schemes.options import SpecTrain
 from pipetrain.schemes.table import NAMES, SCHEMES
-from pipetrain.simulation import simulator, vectorized
+from pipetrain.simulation import pipeline, simulator
 from pipetrain.simulation.build import StationBuilder
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.simulator import simulate
@@ -250,7 +250,7 @@ def test_arrays_and_the_heap_give_equal_traces(stages, scheme, minibatches, slow
     pieces = pieces_of(scheme, len(stages), 3)
     traces = []
     for at_once in (0, math.inf):
-        with mock.patch.object(vectorized, "AT_ONCE", at_once):
+        with mock.patch.object(pipeline, "AT_ONCE", at_once):
             partition = cut(stages, 10, microbatches=pieces)
             traces.append(simulate(partition, scheme, joined_by(3.0, 0.3), minibatches, **options))
     assert traces[0] == traces[1]
@@ -281,7 +281,7 @@ def test_a_comparison_counts_devices_of_several_stages_once():
 
 @pytest.mark.wide
 def test_many_stages_are_simulated_by_arrays():
-    with mock.patch.object(simulator, "VectorizedSimulation", wraps=vectorized.VectorizedSimulation) as used:
+    with mock.patch.object(simulator, "VectorizedSimulation", wraps=pipeline.VectorizedSimulation) as used:
         trace = simulate(equal(120), "vanilla", AT_ONCE, 120)
         assert used.call_count == 1
         simulate(equal(120), "vanilla", Cluster(AT_ONCE.levels, processors=60), 120)

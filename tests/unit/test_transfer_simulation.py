@@ -19,8 +19,7 @@ from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes.table import TRANSFERRING
 from pipetrain.schemes.transfers.caramel import step_s
 from pipetrain.schemes.transfers.orders import ORDERS, orders
-from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
-from pipetrain.schemes.transfers.workload import Layer, Message, Workload, pulled_s, pushed_s
+from pipetrain.schemes.transfers.plan import Layer, Message, Pack, Phase, Plan, Workload, pulled_s, pushed_s
 from pipetrain.simulation import action_costs
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.copies import estimated_step_s

@@ -11,8 +11,18 @@ from transfer_plans import MESSAGES, SECONDS, workloads
 
 from pipetrain.schemes.transfers import caramel, ibatch, tictac
 from pipetrain.schemes.transfers.orders import ORDERS, orders
-from pipetrain.schemes.transfers.plan import Pack, Phase, Plan, check_plan
-from pipetrain.schemes.transfers.workload import Layer, Message, Workload, made_s, pulled_s, pushed_s
+from pipetrain.schemes.transfers.plan import (
+    Layer,
+    Message,
+    Pack,
+    Phase,
+    Plan,
+    Workload,
+    check_plan,
+    made_s,
+    pulled_s,
+    pushed_s,
+)
 
 
 def chains(most):

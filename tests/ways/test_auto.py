@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipetrain
-from pipetrain.compute.profiling import profile_cache
+from pipetrain.compute.profiling import limits
 from pipetrain.frontend.auto import AutoStrategy, WayTrial, compared_s, kept
 from pipetrain.frontend.input_data import sample_of
 from pipetrain.plan.choice import MARGIN, Choice, Way, least_slowest_s
@@ -372,7 +372,7 @@ def test_a_trial_is_made_once_for_a_profile(no_trials, monkeypatch):
     monkeypatch.setattr(WayTrial, "turn_s", turn_s)
     assert schemes((1.0, 1.0, 1.01)) == schemes((1.0, 1.0, 1.01)) == ("zb-h2", 3)
     assert schemes((1.0, 1.0, 1.02)) == ("zb-h2", 6)
-    for path in profile_cache.folder().glob("trials-*.json"):
+    for path in limits.folder().glob("trials-*.json"):
         path.write_text("[1.0,", encoding="utf-8")
     assert schemes((1.0, 1.0, 1.02)) == ("zb-h2", 9)
 

@@ -49,7 +49,7 @@ class Inference:
         self.variables: list[keras.Variable] = []  # none is updated here
         self._traced_for: Sequence[Any] | None = None
         self._weights: list[tf.Tensor] = []
-        self._held = HeldTensors()  # what functions read instead of the model's weights
+        self._held = HeldTensors(device)  # what functions read instead of the model's weights
         self._state = State(segment, False, division, device)
 
     def show_compiling(self, is_shown: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import warnings
@@ -14,7 +15,6 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.graph_rewrite import operations, packer, unpacker
 from pipetrain.compute.functions.stage_values import PACKED, SEPARATE, Packing
-from pipetrain.compute.interpreter import gc_paused
 from pipetrain.compute.tensorflow_private import NOT_INLINED, UNORDERED, note_captured_shapes
 
 PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
@@ -27,6 +27,23 @@ UNCOMPILABLE = (
 COMPILING = (*UNCOMPILABLE, tf.errors.InternalError)  # in a first call; later one may have other reasons
 
 _logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Switch Python's garbage collector off, if it is on: it would visit a graph repeatedly while that is traced.
+
+    Threads may pause it at once. One that finds it off leaves it as it is, so that whoever switched it off is the one
+    who switches it on again; where two find it on, it is on when both have ended.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    try:
+        gc.disable()
+        yield
+    finally:
+        gc.enable()
 
 
 class Kernels:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_prompt, is_remote
+from pipetrain.compute.cores import LOCAL_HOST, is_prompt, is_remote
 from pipetrain.compute.functions.backward import Backward, BackwardAdditions, Results, added
 from pipetrain.compute.functions.kernels import Kernels, calls_python
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction, penalty_gradient
@@ -152,9 +152,10 @@ class Stage:
 
     def outcome(self, others: Sequence[Stage]) -> list[tf.Tensor]:
         """The final weights, and the final state of all replicas: what layers assign is averaged, see ``State``."""
-        with tf.device(self.device):
+        with tf.device(LOCAL_HOST if is_remote(self.device) else self.device):
             state = self._state.whole([other._state for other in others], self._function.assigned)
-            return [*self._groups.values(), *state]
+        with tf.device(self.device):
+            return [*self._groups.brought(), *state]
 
     def snapshot(self) -> list[tf.Tensor]:
         """The current weights and state, as tensors that later updates do not change.

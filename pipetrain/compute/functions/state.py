@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.cores import LOCAL_HOST, is_remote
+from pipetrain.compute.functions.flat_values import FlatReader
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.graph.segment import Segment
@@ -34,11 +37,21 @@ class HeldTensors:
 
     They can be emptied without becoming others, which functions would not know. What is read of them has the shapes
     with which they were made.
+
+    Args:
+        device: TensorFlow's name of the device; not needed for traces.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._device, self._copies = device, WorkerCopies(device)
         self.variables: list[tf.Variable] = []
         self._specs: list[tf.TensorSpec] = []
+        self._reader: FlatReader | None = None
+
+    @property
+    def are_remote(self) -> bool:
+        """Whether there are variables, in another process."""
+        return bool(self.variables) and is_remote(self._device)
 
     def take(self, values: Sequence[tf.Tensor], shapes: Sequence[Any]) -> bool:
         """Have these values, of these shapes or parts of them; whether these are new variables."""
@@ -46,7 +59,9 @@ class HeldTensors:
         if are_new := like != self._specs:
             anything = tf.TensorShape(None)
             self.variables = [tf.Variable(value, trainable=False, shape=anything) for value in values]
-            self._specs = like
+            self._specs, self._reader = like, None
+        elif self.are_remote:
+            self._copies.assign(self.variables, values)
         else:
             for variable, value in zip(self.variables, values, strict=True):
                 variable.assign(value, read_value=False)
@@ -59,6 +74,16 @@ class HeldTensors:
             for tensor, spec in zip(found, self._specs, strict=True):
                 tensor.set_shape(spec.shape)
         return found
+
+    def brought(self) -> list[tf.Tensor]:
+        """The values, of a device in another process as tensors in this one."""
+        return self._reader() if self._reader else self.read()
+
+    def prepare(self, values: Sequence[tf.Tensor]) -> None:
+        """Let another process have the functions by which it is asked for these values, before an epoch ends."""
+        if self.are_remote and self._reader is None:
+            self._reader = FlatReader(self._device, self.variables, self._specs)
+            self._copies.assign(self.variables, values)
 
     def empty(self) -> None:
         """Have no values until others are taken."""
@@ -101,7 +126,7 @@ class State:
         self._memories: dict[int, list[tf.Tensor]] = {}  # by number of the variable, the part of each microbatch
         self._turns: list[int] = []  # the microbatches of which this replica has rows
         self._turn = 0
-        self._held = HeldTensors()
+        self._held = HeldTensors(device)
         self._first: list[tf.Tensor] = []  # what was read of these last
         self._staying: set[int] = set()  # what is read of the model's variables instead
 
@@ -132,6 +157,11 @@ class State:
             tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if n in rows else spec for n, spec in enumerate(found)
         ]
 
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of those values that are divided with the minibatch, since they were loaded."""
+        return [*self._memories]
+
     def _with_rows(self) -> list[int]:
         """The numbers of what is divided with the minibatch."""
         memories = {id(each) for each in self._segment.memories} if self.is_divided else set()
@@ -142,8 +172,9 @@ class State:
         segment, training = self._segment, self._training
         self.variables = segment.state(training)  # the process may have another generator by now
         given = (state_of(each, replica, segment.users_before(each, training)) for each in self.variables)
-        self.values = self._copies.tensors(self.values, given)
-        self._memories = {n: self._mine(self.values[n], replica) for n in self._with_rows()}
+        with tf.device(LOCAL_HOST) if self._held.are_remote else nullcontext():  # ``hold`` sends what differs
+            self.values = list(given) if self._held.are_remote else self._copies.tensors(self.values, given)
+            self._memories = {n: self._mine(self.values[n], replica) for n in self._with_rows()}
         parts = next(iter(self._memories.values()), [])
         self._turns, self._turn = [turn for turn, part in enumerate(parts) if part.shape[0]], 0
         self._show()
@@ -220,11 +251,13 @@ class State:
         self._staying = {n for n in staying if n not in self._memories and not is_seed(self.variables[n])}
         flat = self._flat()
         shapes = [[None, *each.shape[1:]] if is_part else each.shape for is_part, each in flat]
-        return self._held.take([each for _, each in flat], shapes)
+        are_new = self._held.take([each for _, each in flat], shapes)
+        self._held.prepare([each for _, each in flat])
+        return are_new
 
     def read(self) -> None:
         """The values are those of the variables; in a function that is traced, those of its beginning."""
-        self._first = self._held.read()
+        self._first = self._held.read() if tf.inside_function() else self._held.brought()
         (self.values, self._memories), self._turn = self._parted(self._first), 0
         self._show()
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.cores import is_remote
+from pipetrain.compute.functions.flat_values import FlatReader
 from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_values import Step
@@ -73,6 +75,7 @@ class WeightGroup:
         self._apply = tf.function(self.update.apply, autograph=False, reduce_retracing=True)
         self._staying: dict[str, Callable[..., Any]] = {}  # by what gradients are like
         self._learning_rate: float | None = None
+        self._reader: FlatReader | None = None
 
     @property
     def is_first(self) -> bool:
@@ -95,6 +98,8 @@ class WeightGroup:
         """Take the weights from the model, and set the optimizer's count of minibatches; on the group's device."""
         count_of(self.optimizer).assign(iterations)
         self._copies.assign(self.variables, map(self._part_of, self.originals))
+        if is_remote(self.device) and self.variables:
+            self._read_here()  # its function is sent now, not when an epoch ends
         if self.update.fit:
             self.update.fit.reset()
 
@@ -111,6 +116,18 @@ class WeightGroup:
             return [] if isinstance(wanted, Newest) else wanted
         with tf.device(self.device):
             return list(self._read(wanted))
+
+    def brought(self) -> list[tf.Tensor]:
+        """The current weights; of a group in another process, as tensors in this one."""
+        if not is_remote(self.device):
+            return self.weights()
+        return self._read_here()() if self.variables else []
+
+    def _read_here(self) -> FlatReader:
+        if self._reader is None:
+            held = [each.value for each in self.variables]
+            self._reader = FlatReader(self.device, held, specs(self.variables))
+        return self._reader
 
     def apply(self, gradients: list[Any], step: Step) -> None:
         """One step of the optimizer by gradients that were summed elsewhere, on TensorFlow's kernels.
@@ -242,6 +259,10 @@ class WeightGroups:
     def values(self) -> list[tf.Tensor]:
         """The weights that no earlier stage has, which may have made fewer updates by now."""
         return [value for group in self.all if group.is_first for value in group.weights()]
+
+    def brought(self) -> list[tf.Tensor]:
+        """``values``, of groups in another process as tensors in this one."""
+        return [value for group in self.all if group.is_first for value in group.brought()]
 
     def store(self, values: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         """Write what ``values`` gave into the model; gives the rest of a longer sequence."""

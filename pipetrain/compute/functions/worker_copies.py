@@ -10,9 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import LOCAL_HOST, is_remote, processor_of
+from pipetrain.compute.functions.flat_values import flat_here, packs_of, parted
 from pipetrain.compute.functions.kernels import Kernels
+from pipetrain.compute.functions.packed_captures import packing_captures
 
 WORTH_BYTES = 1024  # what takes fewer in all is sent in less time than the worker is asked
+FEW = 4  # values that are sent one by one, for which no function is traced
 
 
 class WorkerCopies:
@@ -29,7 +32,7 @@ class WorkerCopies:
     """
 
     def __init__(self, device: str) -> None:
-        self._is_remote = is_remote(device)
+        self._device, self._is_remote = device, is_remote(device)
         self._functions: dict[Any, Any] = {}  # that make fingerprints, by where that is and of what
 
     def assign(self, variables: Sequence[Any], values: Iterable[Any]) -> None:
@@ -38,9 +41,34 @@ class WorkerCopies:
         if self._is_remote:
             pairs = list(zip(variables, _here(values), strict=True))
             differ = self._differ(variables, [value for _, value in pairs])
-            given = (pair for pair, differs in zip(pairs, differ, strict=True) if differs)
+            given = self._sent_together([pair for pair, differs in zip(pairs, differ, strict=True) if differs])
         for variable, value in given:
             variable.assign(tf.convert_to_tensor(value))
+
+    def _sent_together(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Assign those values that this process has, where they are many, and give the other pairs."""
+        mine = [n for n, (_, value) in enumerate(pairs) if not is_remote(_held(value).device)]
+        if len(mine) <= FEW:
+            return list(pairs)
+        variables = [_held(pairs[n][0]) for n in mine]
+        specs = [tf.TensorSpec(*_spec(pairs[n][1])) for n in mine]
+        packs = packs_of(specs)
+
+        def assign(flats: Sequence[tf.Tensor]) -> None:
+            for pack, whole in zip(packs, flats, strict=True):
+                for n, value in zip(pack, parted(whole, [specs[n] for n in pack]), strict=True):
+                    variables[n].assign(value, read_value=False)
+
+        with tf.device(LOCAL_HOST):
+            values = [tf.convert_to_tensor(pairs[n][1]) for n in mine]
+        flats = [flat_here([values[n] for n in pack]) for pack in packs]
+        if (known := (*map(id, variables), *specs)) not in self._functions:
+            like = [tf.TensorSpec(each.shape, each.dtype) for each in flats]
+            with tf.device(self._device):
+                self._functions[known] = Kernels().op(packing_captures(assign), like)
+        with tf.device(self._device):
+            self._functions[known](flats)
+        return [pair for n, pair in enumerate(pairs) if n not in set(mine)]
 
     def tensors(self, before: Sequence[Any], values: Iterable[Any]) -> list[tf.Tensor]:
         """The values on the device, for which those tensors on it serve that have been there ``before``."""
@@ -58,7 +86,7 @@ class WorkerCopies:
         asked = [
             n
             for n, (copy, value) in enumerate(zip(copies, values, strict=True))
-            if is_remote(_held(copy).device) and _spec(copy) == _spec(value)
+            if is_remote(_held(copy).device) and _is_like(copy, value)
         ]
         differ = [True] * len(values)
         if sum(_size_bytes(values[n]) for n in asked) >= WORTH_BYTES:
@@ -75,20 +103,20 @@ class WorkerCopies:
         for processor in dict.fromkeys(processors):
             mine = [n for n, each in enumerate(processors) if each == processor]
             with tf.device(processor):
-                found[mine] = self._made_by(processor, [_held(values[n]) for n in mine]).numpy()
+                found[mine] = self._made_by(processor, [_held(values[n]) for n in mine])
         return found
 
-    def _made_by(self, processor: str, values: Sequence[Any]) -> tf.Tensor:
-        if not is_remote(processor):
-            return _fingerprints(values)
+    def _made_by(self, processor: str, values: Sequence[Any]) -> Any:
+        if not is_remote(processor):  # in one operation TensorFlow would make a function of it, and tell all workers
+            return np.concatenate([_fingerprints([each]).numpy() for each in values])
         if isinstance(values[0], tf.Variable):
             if (known := (processor, *map(id, values))) not in self._functions:
-                self._functions[known] = Kernels().op(lambda: _fingerprints(values))
-            return self._functions[known]()
+                self._functions[known] = Kernels().op(packing_captures(lambda: _fingerprints(values)))
+            return self._functions[known]().numpy()
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in values]
         if (like := (processor, *specs)) not in self._functions:
             self._functions[like] = Kernels().op(_fingerprints, specs)
-        return self._functions[like](values)
+        return self._functions[like](values).numpy()
 
 
 def _here(values: Iterable[Any]) -> list[Any]:
@@ -103,6 +131,12 @@ def _held(value: Any) -> Any:
 
 def _spec(value: Any) -> tuple[tuple[int, ...], tf.DType]:
     return tuple(value.shape), tf.as_dtype(value.dtype)
+
+
+def _is_like(copy: Any, value: Any) -> bool:
+    """Whether a copy may have the value; of one that takes any shape, it is the bytes that tell."""
+    shape, dtype = _spec(value)
+    return tf.as_dtype(copy.dtype) == dtype and tf.TensorShape(copy.shape).is_compatible_with(shape) and 0 not in shape
 
 
 def _size_bytes(value: Any) -> int:

@@ -226,6 +226,7 @@ def network_of(chain: Chain, wide: Sequence[WideLayer] | None = None) -> GridNet
                 by_block[number].size if number in by_block else 0,
                 tuple(sorted(reads)),
                 tuple(writes),
+                tuple(math.prod(each.shape) for each in weights.values()),
             )
         )
     count = 1 + max((value for layer in layers for value in (*layer.reads, *layer.writes)), default=-1)

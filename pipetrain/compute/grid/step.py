@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.functions.backward import over_stages
+from pipetrain.compute.functions.packed_captures import packing_captures
 from pipetrain.compute.functions.stage_function import as_mean
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.grid.pieces import Piece, PieceResult
@@ -222,7 +223,7 @@ class GridStep:
         key = counts, records
         if key not in self._functions:
             record = Record() if records else None
-            function = tf.function(partial(self._body, counts, record), autograph=False)
+            function = tf.function(packing_captures(partial(self._body, counts, record)), autograph=False)
             like = tf.nest.map_structure(
                 _with_rows, given, {n: (*self._like, Shares(*[tf.TensorSpec([])] * 2)) for n in given}
             )

@@ -158,6 +158,12 @@ def told(optimizer: keras.optimizers.Optimizer, factor: float) -> str:
     return f"{type(optimizer).__name__}'s {' and '.join(longer)}{rate}"
 
 
+def plain_momentum(optimizer: keras.optimizers.Optimizer) -> float:
+    """The momentum of Keras' SGD where that is not Nesterov's; 0 for any other optimizer."""
+    is_plain = type(optimizer) is keras.optimizers.SGD and not optimizer.nesterov
+    return float(optimizer.momentum) if is_plain else 0.0
+
+
 def check_compensable(optimizer: keras.optimizers.Optimizer) -> None:
     """Raise ValueError, with its name, for an optimizer that has no spike compensation."""
     if type(optimizer) is not keras.optimizers.SGD or optimizer.nesterov or not 0 < optimizer.momentum < 1:
@@ -197,13 +203,15 @@ def clone(
     """An optimizer with the same settings for copies of variables, and no slots yet.
 
     A learning-rate schedule, being stateless, is shared. The ``rule`` may make it one that compensates spikes, with a
-    longer momentum and a rate that is rescaled.
+    longer momentum and a rate that is rescaled, or without momentum.
     """
     with tf.device(None):  # where its variables are: a remote device would have to send back what was sent to it
         config = optimizer.get_config()
     if isinstance(config["learning_rate"], dict):
         config["learning_rate"] = rate_of(optimizer)
     settings, factor = stretched_settings(optimizer, rule.stretch)
+    if not rule.momentum:
+        settings["momentum"] = 0.0
     copy = (SpikeCompensated if rule.spikes else type(optimizer)).from_config(config | settings)
     if factor != 1:
         copy.learning_rate = Scaled(rate_of(copy), factor)

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.graph_rewrite import packer, unpacker
+from pipetrain.compute.functions.packed_captures import packing_captures
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.weight_binding import any_rows
 from pipetrain.compute.program.arguments import FIRST, LAST, Arguments, NumberArguments, ProgramResult, Settings
@@ -115,7 +116,7 @@ def traced(
         with tf.device(settings.host):  # where what belongs to no stage is
             return walk.body(x, targets, numbers, rates, _held(held_specs, held))
 
-    function = tf.function(body, autograph=False, experimental_attributes=UNORDERED)
+    function = tf.function(packing_captures(body), autograph=False, experimental_attributes=UNORDERED)
     inputs = any_rows(stages[0][0].segment.inputs)
     leaves = tf.nest.flatten(held_specs, expand_composites=True)
     concrete = function.get_concrete_function(

@@ -174,13 +174,13 @@ class Order:
     """
 
     def __init__(self, phase: Phase, kind: What, record: Record | None = None) -> None:
-        self._phase, self._kind, self._record = phase, kind, record
+        self.phase, self._kind, self._record = phase, kind, record
         self._awaited = phase.awaited
         self._arrived: list[list[tf.Operation]] = []
 
     def packs(self) -> Iterator[Pack]:
         """The packs; what is sent after each of them is given, is of it."""
-        for pack in self._phase.packs:
+        for pack in self.phase.packs:
             self._arrived.append([])
             yield pack
 
@@ -246,7 +246,9 @@ def reduced(order: Order, made: Sequence[tuple[str, Gradients]], sinks: Sequence
                 _at(sinks[place], found[place].add, pack, values)  # chunks are put together there
         for n in (n for n in present if n not in dense):
             for place, sink in enumerate(sinks):
-                found[place].add(Pack((n,), 0), {n: _rows(order, [(at, each[n]) for at, each in made], sink, like[n])})
+                found[place].add(
+                    Pack((n,), 0), {n: summed_rows(order, [(at, each[n]) for at, each in made], sink, like[n])}
+                )
     return [each.values for each in found]
 
 
@@ -306,7 +308,7 @@ def _joined(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:
     return shaped(tf.concat(parts, 0), shape)
 
 
-def _rows(order: Order, made: Sequence[tuple[str, Any]], sink: str, like: tf.IndexedSlices) -> tf.IndexedSlices:
+def summed_rows(order: Order, made: Sequence[tuple[str, Any]], sink: str, like: tf.IndexedSlices) -> tf.IndexedSlices:
     """An embedding's gradient on a sink: the rows of all sources, as the whole minibatch would give them."""
     total = None
     for device, rows in made:

@@ -14,10 +14,14 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.graph_rewrite import sharing_constants, unpacker
+from pipetrain.compute.functions.packed_captures import packing_captures
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
 from pipetrain.compute.functions.weight_groups import WeightGroup
+from pipetrain.compute.keras_private import count_of
+from pipetrain.compute.transfers.compression import Compressor
 from pipetrain.compute.transfers.message import (
+    Gradients,
     MessageLayout,
     Order,
     Received,
@@ -27,6 +31,7 @@ from pipetrain.compute.transfers.message import (
     reduced,
     sent,
 )
+from pipetrain.compute.transfers.outer_step import OuterStep
 from pipetrain.compute.transfers.weights import Made, Shares, Weights, Worker, placed
 from pipetrain.schemes.transfers.plan import Phase, Plan
 
@@ -61,6 +66,8 @@ class TransferStep:
         host: this process's device, to which results come.
         begun: called in each step when all workers have the weights that their forward reads.
         returns_outputs: whether results have the outputs of all rows, else of none.
+        compressor: sums gradients that are compressed on their way, if they are.
+        outer: joins the weights of workers that update their own, if they do.
     """
 
     def __init__(
@@ -72,8 +79,10 @@ class TransferStep:
         host: str,
         begun: Callable[[], None] | None = None,
         returns_outputs: bool = True,
+        compressor: Compressor | None = None,
+        outer: OuterStep | None = None,
     ) -> None:
-        self._begun, self._returns_outputs = begun, returns_outputs
+        self._begun, self._returns_outputs, self._compressor, self._outer = begun, returns_outputs, compressor, outer
         self._weights, self._workers, self._serves, self._host = list(weights), list(workers), serves, host
         self._like, self._made = weights[0].gradients_like, weights[0].made
         self._sizes_bytes = [size_bytes(each) for each in specs(weights[0].variables)]
@@ -103,17 +112,20 @@ class TransferStep:
         """Whether some gradients are applied in the step after the one that made them."""
         return bool(self._late_numbers)
 
-    def __call__(self, rows: Sequence[Rows], pending: bool, records: bool) -> tuple[StepResult, list[RecordedMessage]]:
+    def __call__(
+        self, rows: Sequence[Rows], pending: bool, records: bool, joins: bool = True
+    ) -> tuple[StepResult, list[RecordedMessage]]:
         """One step, and the messages that were recorded if it ``records`` them.
 
-        ``pending`` says whether gradients of the last step are to be applied first.
+        ``pending`` says whether gradients of the last step are to be applied first, ``joins`` whether workers with
+        weights of their own join them in the end.
         """
         active = tuple(each.worker for each in rows)
         given = [(each.inputs, each.shares) for each in rows]
-        key = active, pending, records
+        key = active, pending, records, joins
         if key not in self._functions:
             *_, differentiable, constants, shares = self._made.structured_input_signature[0]
-            function = tf.function(partial(self._body, active, pending), autograph=False)
+            function = tf.function(packing_captures(partial(self._body, active, pending, joins)), autograph=False)
             specs = [((differentiable, constants), shares) for _ in active]
             self._record = Record() if records else None
             self._functions[key] = function.get_concrete_function(specs)
@@ -130,13 +142,17 @@ class TransferStep:
         """Apply the gradients that the last step has left."""
         self._call(self._apply_late)
 
+    def join(self) -> None:
+        """Join the workers' weights."""
+        self._call(self._join)
+
     def _call(self, body: Callable[[], None]) -> None:
         """Run this as a function, which is traced once."""
         if body not in self._functions:
-            self._functions[body] = tf.function(body, autograph=False).get_concrete_function()
+            self._functions[body] = tf.function(packing_captures(body), autograph=False).get_concrete_function()
         self._functions[body]()
 
-    def _body(self, active: Sequence[int], pending: bool, given: Sequence[Any]) -> StepResult:
+    def _body(self, active: Sequence[int], pending: bool, joins: bool, given: Sequence[Any]) -> StepResult:
         if pending:
             self._apply_late()
         pulled = self._pulled(active)
@@ -145,8 +161,13 @@ class TransferStep:
         for worker, each in zip(active, made, strict=True):
             self._workers[worker].assign(self._weights[0].assigned, each.state)
         self._keep_assigned(active, made)
-        self._push(active, made)
-        self._return()
+        if self._outer is not None:
+            self._update_own(active, made, [shares for _, shares in given])
+            if joins:
+                self._join()
+        else:
+            self._push(active, made)
+            self._return()
         return self._result(active, made)
 
     def _run(self, worker: int, weights: list[tf.Tensor], inputs: Any, shares: Shares) -> Made:
@@ -244,6 +265,20 @@ class TransferStep:
                     mine = of[number][1][n] if number in of else tf.zeros_like(variable)
                     variable.assign(tf.convert_to_tensor(mine), read_value=False)
 
+    def _update_own(self, active: Sequence[int], made: Sequence[Made], shares: Sequence[Shares]) -> None:
+        """Update each worker's weights by its own gradients: as if its rows were the minibatch."""
+        for worker, each, share in zip(active, made, shares, strict=True):
+            weights = self._weights[worker]
+            with tf.device(weights.device):
+                mine = {n: _times(each.gradients[n], 1.0 / share.loss) for n in self._like}
+            weights.apply(weights.groups, _of(mine))
+
+    def _join(self) -> None:
+        assert self._outer is not None
+        order = Order(self._plan.pushes, "push", self._record)
+        sinks = [worker.device for worker in self._workers]
+        self._outer.join(lambda moved, like: self._reduced(order, moved, sinks, like, late=False))
+
     def _apply_late(self) -> None:
         gradients = []
         for worker, pending in zip(self._workers, self._pending, strict=True):
@@ -256,7 +291,7 @@ class TransferStep:
         if self._serves:
             (weights,) = self._weights
             of = {
-                device: reduced(Order(each, kind, self._record), gradients, [device], self._like)[0]
+                device: self._reduced(Order(each, kind, self._record), gradients, [device], self._like, late)[0]
                 for device, each in self._by_server(phase)
             }
             weights.apply(weights.groups, lambda group: of[group.device])
@@ -266,9 +301,29 @@ class TransferStep:
             variables = specs(self._weights[0].variables)
             like = {n: variables[n] for n in self._late_numbers}
         order = Order(phase, kind, self._record)
-        sums = reduced(order, gradients, [worker.device for worker in self._workers], like)
+        sums = self._reduced(order, gradients, [worker.device for worker in self._workers], like, late)
         for weights, mine in zip(self._weights, sums, strict=True):
             weights.apply([each for each in weights.groups if self._plan.are_late(each.numbers) == late], _of(mine))
+
+    def _reduced(
+        self,
+        order: Order,
+        gradients: Sequence[tuple[str, Gradients]],
+        sinks: Sequence[str],
+        like: Gradients,
+        late: bool,
+    ) -> list[Any]:
+        if self._compressor is None:
+            return reduced(order, gradients, sinks, like)
+        return self._compressor.reduced(order, gradients, sinks, like, lambda device: self._number(device, late))
+
+    def _number(self, device: str, late: bool) -> tf.Tensor:
+        """The number of the step on a device: that of the weights there, or of the first server's."""
+        groups = [each for weights in self._weights for each in weights.groups if each.numbers]
+        groups = [each for each in groups if self._plan.are_late(each.numbers) == late] or groups
+        group = next((each for each in groups if each.device == device), groups[0])
+        with tf.device(group.device):
+            return count_of(group.optimizer).value.read_value()
 
     def _result(self, active: Sequence[int], made: Sequence[Made]) -> StepResult:
         devices = [self._workers[worker].device for worker in active]
@@ -312,6 +367,13 @@ def collected(
         ]
     times = record.times(host) if record else None
     return StepResult(loss, BoundaryTensors(*joined), times)
+
+
+def _times(gradient: Any, factor: tf.Tensor) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * tf.cast(factor, gradient.values.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _of(sums: Mapping[int, Any]) -> Callable[[WeightGroup], Mapping[int, Any]]:

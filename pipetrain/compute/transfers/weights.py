@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.cores import LOCAL_HOST, is_remote
+from pipetrain.compute.cores import LOCAL_HOST, finish, is_remote
 from pipetrain.compute.functions.graph_rewrite import inlined, made_one_by_one
-from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction, as_mean
 from pipetrain.compute.functions.stage_values import BoundaryTensors
@@ -20,7 +21,9 @@ from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.optimizer.clone import is_linear
 from pipetrain.compute.optimizer.gradient_scaling import SCALE, squared_norm
+from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.transfers.message import sent
+from pipetrain.compute.transfers.worker_states import WorkerStates
 from pipetrain.schemes.scheme import UpdateRule
 
 
@@ -48,7 +51,8 @@ class Worker:
         self.segment, self.device, self._number = segment, device, number
         self._state, self._copies = State(segment, True, Division(1, workers)), WorkerCopies(device)
         self._variables: list[tf.Variable] = []
-        self._read: Callable[[], list[tf.Tensor]] | None = None
+        self._states: WorkerStates | None = None  # of the first worker
+        self._take: Callable[[], None] | None = None  # lets the variables have the averages that the worker was left
 
     @property
     def state(self) -> list[keras.Variable]:
@@ -63,7 +67,10 @@ class Worker:
         like = [(each.shape, each.dtype) for each in values]
         with tf.device(self.device):
             if is_new := like != [(each.shape, each.dtype) for each in self._variables]:
-                self._variables, self._read = [tf.Variable(each, trainable=False) for each in values], None
+                self._variables = [tf.Variable(each, trainable=False) for each in values]
+            elif self._take is not None:
+                self._take()
+            self._take = None
             self._copies.assign(self._variables, values)
         return is_new
 
@@ -80,15 +87,34 @@ class Worker:
 
     def outcome(self, others: Sequence[Worker], averaged: Sequence[int]) -> list[Any]:
         """The values of all workers; what is ``averaged`` so, of all else the first, see ``State``."""
-        for each in (self, *others):
-            each._show()
-        with tf.device(self.device):
-            return self._state.whole([other._state for other in others], averaged)
+        everyone = [self, *others]
+        self.prepare(others, averaged)
+        if self._states is None:
+            for each in everyone:
+                each._state.assign(range(len(each._variables)), each.read())
+            with tf.device(self.device):
+                return self._state.whole([other._state for other in others], averaged)
+        for number, (each, values) in enumerate(zip(everyone, self._states.brought(), strict=True)):
+            each._state.assign([*values], [*values.values()])
+            each._take = partial(self._states.take, number)
+        with tf.device(LOCAL_HOST):
+            return self._state.whole([other._state for other in others])
 
-    def _show(self) -> None:
-        if self._read is None and is_remote(self.device):  # one call, however many there are
-            self._read = Kernels().op(self.read)
-        self._state.assign(range(len(self._variables)), self._read() if self._read else self.read())
+    def prepare(self, others: Sequence[Worker], averaged: Sequence[int]) -> None:
+        """Let workers in other processes have the functions that ``outcome`` calls, before an epoch ends."""
+        everyone, rows = [self, *others], self._state.rows
+        if not self._variables or not any(is_remote(each.device) for each in everyone):
+            self._states = None
+            return
+        variables = [each._variables for each in everyone]
+        numbers = {n for n in averaged if others and n not in rows and self._variables[n].dtype.is_floating}
+        if self._states is None or not self._states.is_of(variables, numbers):
+            self._states = WorkerStates([each.device for each in everyone], variables, numbers, rows)
+            for number, each in enumerate(everyone):
+                self._states.take(number)  # as when training goes on; then it has again what was loaded
+                with tf.device(each.device):
+                    each._copies.assign(each._variables, each._state.values)
+                finish(each.device)
 
     def store(self, values: Sequence[Any]) -> None:
         """Write what ``outcome`` gave into the model."""
@@ -153,6 +179,7 @@ class Weights(Stage):
         optimizer: the compiled optimizer, of which each part takes a clone.
         loss: of the outputs.
         workers: that have rows of a minibatch.
+        rule: what updates do in addition to the optimizer's step.
     """
 
     def __init__(
@@ -162,16 +189,22 @@ class Weights(Stage):
         optimizer: keras.optimizers.Optimizer,
         loss: LossFunction,
         workers: int,
+        rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
     ) -> None:
         self._given, self._scale_factor = parts, float(optimizer.loss_scale_factor or 1.0)
         self._sums_rows, self._told = is_linear(optimizer), type(optimizer).__name__
-        super().__init__(segment, parts[0].device, optimizer, loss, division=Division(1, workers))
+        super().__init__(segment, parts[0].device, optimizer, loss, rule=rule, division=Division(1, workers))
         self.shared = []  # all its parts are this stage's own
+        self.worker_slots: Sequence[Slot] = ()  # what workers keep of gradients, if this is the first stage
 
     def _grouped(
         self, shared: Sequence[Shared], optimizer: keras.optimizers.Optimizer, rule: UpdateRule
     ) -> WeightGroups:
         return PartedWeights(self.segment.trainable_variables, self._given, optimizer, rule)
+
+    def slots(self) -> Iterator[Slot]:
+        """The slots of the optimizers, and what workers keep of gradients, by the model's own variables."""
+        return chain(super().slots(), self.worker_slots)
 
     @property
     def groups(self) -> list[WeightGroup]:
@@ -242,7 +275,7 @@ class Weights(Stage):
 
     def stored(self) -> list[tf.Tensor]:
         """The weights as ``store`` takes them."""
-        return self._groups.values()
+        return self._groups.brought()
 
     def store(self, values: Sequence[tf.Tensor]) -> None:
         """Write the weights, as ``stored`` gave them, into the model; state is the workers'."""

@@ -11,8 +11,17 @@ import math
 from collections.abc import Sequence
 
 from pipetrain.schemes.splitting import rows_of
-from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
-from pipetrain.schemes.transfers.workload import Message, Workload, backward_order, made_s, pulled_s, pushed_s
+from pipetrain.schemes.transfers.plan import (
+    Message,
+    Pack,
+    Phase,
+    Plan,
+    Workload,
+    backward_order,
+    made_s,
+    pulled_s,
+    pushed_s,
+)
 
 SPARED = 0.8  # a message of twice the size takes more than this part of what two messages take
 LARGEST, MOST_CHUNKS = 4, 8  # a chunk's bytes, in thresholds, and how many there are of one variable

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
-from pipetrain.schemes.transfers.workload import Workload
+from pipetrain.schemes.transfers.plan import Pack, Phase, Plan, Workload
 
 
 class LayerChain(NamedTuple):

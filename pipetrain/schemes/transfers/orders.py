@@ -8,8 +8,7 @@ from typing import Any
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.table import SERVING, TRANSFERRING
 from pipetrain.schemes.transfers import caramel, ibatch, tictac
-from pipetrain.schemes.transfers.plan import Phase, Plan
-from pipetrain.schemes.transfers.workload import Workload, backward_order
+from pipetrain.schemes.transfers.plan import Phase, Plan, Workload, backward_order
 
 
 def unordered(workload: Workload, serves: bool) -> Plan:

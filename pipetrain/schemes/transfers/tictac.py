@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipetrain.schemes.transfers.plan import Phase, Plan
-from pipetrain.schemes.transfers.workload import Workload, backward_order
+from pipetrain.schemes.transfers.plan import Phase, Plan, Workload, backward_order
 
 
 class Properties(NamedTuple):

@@ -1,0 +1,191 @@
+"""AlexNet and VGG-A on 1 to 64 nodes by balance equations: strong scaling, and hours to train.
+
+After Das et al. (Intel, arXiv 1602.06709). Nothing is measured: each layer's operations and bytes are counted, a node
+computes a fixed part of its peak, and a link carries a fixed number of bytes a second. Each layer is divided by rows or
+in blocks of inputs and outputs, whichever has more operations for each byte. Gradients of layers divided by rows go on
+beside the computing as far as it lasts; exchanges of activations are waited for. So
+  step = max(computing, gradients' bytes / bandwidth) + activations' bytes / bandwidth.
+
+The node is two Xeon E5-2698v3 with FDR InfiniBand, the source's with 386 FLOP for each byte. The part of the peak that
+it reaches, and how many epochs are trained, are not given there as one number: both are options. Takes 2 s.
+
+examples:
+  python experiments/balance_scaling.py
+  python experiments/balance_scaling.py --overlap 0 --rows 512 --nodes 128
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from experiments.options import writable  # noqa: E402
+from experiments.progress import write_rows  # noqa: E402
+from pipetrain.cli.arguments import Folded, count, positive_number, share  # noqa: E402
+from pipetrain.logs import text_table  # noqa: E402
+from pipetrain.plan.balance import LayerShape, best_parts, block_bytes, block_ratio, data_ratio  # noqa: E402
+
+PEAK_FLOPS_PER_S = 2 * 16 * 2.3e9 * 32  # two processors of 16 cores, 32 single-precision operations a cycle
+SYSTEM = 386.0  # its FLOP for each byte of FDR InfiniBand, as the source has it
+IMAGES, EPOCHS = 1_281_167, 90  # of ImageNet's 1,000 classes
+NODES = (1, 2, 4, 8, 16, 32, 64)
+NUMBER_BYTES = 4
+
+
+def convolution(name: str, maps: int, channels: int, side: int, kernel: int, stride: int = 1) -> LayerShape:
+    """One with square kernels, ``side`` positions a side, and biases; ``maps`` are the inputs of an output."""
+    read = ((side - 1) * stride + kernel) ** 2
+    weights = channels * (maps * kernel**2 + 1)
+    return LayerShape(name, channels, maps * read, channels * side**2, weights, kernel**2, side**2, read)
+
+
+NETWORKS = {
+    # Krizhevsky et al. 2012; the second, fourth and fifth convolution have two groups
+    "alexnet": (
+        convolution("conv1", 3, 96, 55, 11, 4),
+        convolution("conv2", 48, 256, 27, 5),
+        convolution("conv3", 256, 384, 13, 3),
+        convolution("conv4", 192, 384, 13, 3),
+        convolution("conv5", 192, 256, 13, 3),
+        LayerShape.dense("fc6", 9216, 4096),
+        LayerShape.dense("fc7", 4096, 4096),
+        LayerShape.dense("fc8", 4096, 1000),
+    ),
+    # Simonyan and Zisserman 2014, configuration A
+    "vgg_a": (
+        convolution("conv1", 3, 64, 224, 3),
+        convolution("conv2", 64, 128, 112, 3),
+        convolution("conv3_1", 128, 256, 56, 3),
+        convolution("conv3_2", 256, 256, 56, 3),
+        convolution("conv4_1", 256, 512, 28, 3),
+        convolution("conv4_2", 512, 512, 28, 3),
+        convolution("conv5_1", 512, 512, 14, 3),
+        convolution("conv5_2", 512, 512, 14, 3),
+        LayerShape.dense("fc6", 25088, 4096),
+        LayerShape.dense("fc7", 4096, 4096),
+        LayerShape.dense("fc8", 4096, 1000),
+    ),
+}
+PAPER = {("vgg_a", 64, 256): 53.0, ("vgg_a", 128, 512): 90.0}  # times one node: network, nodes, rows
+
+
+class Outcome(NamedTuple):
+    """A network on so many nodes: seconds of a step by what they go to, and how its layers are divided."""
+
+    network: str
+    nodes: int
+    rows: int
+    computing_s: float
+    gradients_s: float
+    activations_s: float
+    divided: str
+
+    @property
+    def step_s(self) -> float:
+        """Gradients beside computing, activations after it."""
+        return max(self.computing_s, self.gradients_s) + self.activations_s
+
+
+def outcome(network: str, nodes: int, rows: int, efficiency: float, overlap: float) -> Outcome:
+    """One network on so many nodes, each layer divided in the way that has more operations for each byte."""
+    layers, bytes_per_s = NETWORKS[network], PEAK_FLOPS_PER_S / SYSTEM
+    flops = sum((3 if n else 2) * each.flops for n, each in enumerate(layers)) * rows / nodes
+    gradients = activations = 0.0
+    divided = []
+    for layer in layers if nodes > 1 else ():
+        parts = best_parts(layer, nodes)
+        if parts is None or data_ratio(layer, rows / nodes, overlap) >= block_ratio(layer, parts):
+            gradients += NUMBER_BYTES * layer.weights * (2 - overlap)
+        else:
+            activations += block_bytes(layer, parts) * rows
+            divided.append(f"{layer.name} {parts}")
+    computing_s = flops / (efficiency * PEAK_FLOPS_PER_S)
+    return Outcome(
+        network, nodes, rows, computing_s, gradients / bytes_per_s, activations / bytes_per_s, " ".join(divided)
+    )
+
+
+def hours(each: Outcome, epochs: float) -> float:
+    """To train for so many epochs of ImageNet."""
+    return epochs * IMAGES / each.rows * each.step_s / 3600
+
+
+def report(found: Sequence[Outcome], epochs: float) -> str:
+    """A table for each network, and the source's numbers beside ours."""
+    parts, alone = [], {each.network: each for each in found if each.nodes == 1}
+    for name, one in alone.items():
+        rows = [
+            (
+                *(str(each.nodes), f"{1e3 * each.computing_s:.1f}", f"{1e3 * each.gradients_s:.1f}"),
+                *(f"{1e3 * each.activations_s:.1f}", f"{one.step_s / each.step_s:.1f}x"),
+                *(f"{each.rows / each.step_s:.0f}", f"{hours(each, epochs):.1f}", each.divided or "-"),
+            )
+            for each in found
+            if each.network == name
+        ]
+        header = (
+            *("nodes", "computing ms", "gradients ms", "activations ms", "speed-up", "images/s"),
+            *(f"hours of {epochs:g} epochs", "in blocks (inputs x outputs)"),
+        )
+        parts.append(f"{name}, {one.rows} rows a minibatch\n\n{text_table(header, rows)}")
+    beside = [
+        (each.network, str(each.nodes), str(each.rows), f"{PAPER[key]:g}x", f"{ours:.1f}x", _agrees(ours, PAPER[key]))
+        for each in found
+        if (key := (each.network, each.nodes, each.rows)) in PAPER
+        for ours in [alone[each.network].step_s / each.step_s]
+    ]
+    if beside:
+        header = ("network", "nodes", "rows", "source", "ours", "within 25%")
+        parts.append(f"Beside the source\n\n{text_table(header, beside)}")
+    return "\n\n".join(parts)
+
+
+def _agrees(ours: float, paper: float) -> str:
+    return "yes" if abs(ours / paper - 1) <= 0.25 else "no"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
+    add = parser.add_argument
+    add("--model", action="append", choices=NETWORKS, help="(default: both)")
+    add("--nodes", action="append", type=count, metavar="N", help="several times (default: 1 to 64)")
+    add("--rows", type=count, default=256, metavar="N", help="of a minibatch (default: 256)")
+    add("--efficiency", type=positive_number, default=0.7, metavar="X", help="part of the peak reached (default: 0.7)")
+    add("--overlap", type=share, default=1.0, metavar="X", help="of the gradients' exchange, 0 to 1 (default: 1)")
+    add("--epochs", type=positive_number, default=EPOCHS, metavar="N", help="to train (default: 90, as AlexNet was)")
+    add("--output", type=Path, metavar="DIR", help="where results go (default: runs/balance_scaling)")
+    options = parser.parse_args(arguments)
+    if options.overlap > 1:
+        parser.error(f"an overlap is a part from 0 to 1, not {options.overlap:g}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 2 for arguments that cannot be used."""
+    options = parse(arguments)
+    try:
+        output = writable(options.output or ROOT / "runs" / "balance_scaling")
+    except ValueError as error:
+        print(f"balance_scaling.py: {error}", file=sys.stderr)
+        return 2
+    found = [
+        outcome(name, nodes, options.rows, options.efficiency, options.overlap)
+        for name in options.model or NETWORKS
+        for nodes in sorted({1, *(options.nodes or NODES)})
+    ]
+    path = write_rows(output / "balance_scaling.csv", [{**each._asdict(), "step_s": each.step_s} for each in found])
+    from plots.balance_scaling import draw
+
+    print(f"{report(found, options.epochs)}\n\n{draw(path, output / 'balance_scaling.png')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

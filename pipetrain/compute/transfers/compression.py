@@ -1,0 +1,427 @@
+"""Gradients as messages of a compression, and gradients again, in a function that is traced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from pipetrain.compute.optimizer.slots import Slot
+from pipetrain.compute.transfers.message import Gradients, MessageLayout, Order, Received, flat, in_order, summed_rows
+from pipetrain.schemes.compression import (
+    BFloat16,
+    Compression,
+    Float16,
+    Int4,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+)
+
+Parts = list[tf.Tensor]  # of a message, as its bytes are
+Seed = tuple[tf.Tensor, int]  # the numbers of a step and of a variable
+StepNumber = Callable[[str], tf.Tensor]  # on a device
+FINITE = 65504.0  # the largest number of float16
+BITS = [1 << n for n in range(8)]
+
+
+class Codec:
+    """Makes messages of the gradients of one variable.
+
+    Args:
+        options: how.
+        spec: of the gradients.
+
+    ``parts`` are the specs of what a message has; ``memory_like`` is that of what the encoder remembers from step to
+    step, None for nothing.
+    """
+
+    memory_like: tf.TensorSpec | None = None
+
+    def __init__(self, options: Any, spec: tf.TensorSpec) -> None:
+        self.options, self.spec = options, spec
+        self.parts = self._parts()
+
+    @property
+    def count(self) -> int:
+        """How many elements there are."""
+        return int(self.spec.shape.num_elements())
+
+    def _parts(self) -> list[tf.TensorSpec]:
+        return [tf.TensorSpec([self.count], self.spec.dtype)]
+
+    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+        """The parts of the message, and the new memory."""
+        return [flat(value)], memory
+
+    def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
+        """A message's gradient, of one dimension."""
+        return parts[0]
+
+
+class CastCodec(Codec):
+    """The nearest numbers of a smaller type."""
+
+    def _parts(self) -> list[tf.TensorSpec]:
+        return [tf.TensorSpec([self.count], tf.as_dtype(self.options.name))]
+
+    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+        """See ``Codec``."""
+        if self.options.name == Float16.name:
+            value = tf.clip_by_value(value, -FINITE, FINITE)
+        return [tf.cast(flat(value), self.parts[0].dtype)], memory
+
+    def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
+        """See ``Codec``."""
+        return tf.cast(parts[0], self.spec.dtype)
+
+
+class IntegerCodec(Codec):
+    """Multiples of a block's step, as signed numbers of 8 bits, or two of 4 bits in a byte."""
+
+    @property
+    def _blocks(self) -> int:
+        return math.ceil(self.count / self.options.block)
+
+    def _parts(self) -> list[tf.TensorSpec]:
+        size = math.ceil(self.count * self.options.bits / 8)
+        return [tf.TensorSpec([size], tf.uint8), tf.TensorSpec([self._blocks], tf.float32)]
+
+    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+        """See ``Codec``."""
+        blocks = self._in_blocks(tf.cast(flat(value), tf.float32))
+        steps = tf.reduce_max(tf.abs(blocks), axis=1) / float(self.options.levels)
+        drawn = uniform(seed, worker + 1, [self.count])
+        multiples = tf.floor(tf.math.divide_no_nan(blocks, steps[:, tf.newaxis]) + self._in_blocks(drawn))
+        numbers = tf.cast(tf.clip_by_value(multiples, -self.options.levels, self.options.levels), tf.int8)
+        return [self._packed(tf.reshape(numbers, [-1])[: self.count]), steps], memory
+
+    def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
+        """See ``Codec``."""
+        numbers, steps = parts
+        multiples = self._in_blocks(tf.cast(self._unpacked(numbers), tf.float32))
+        values = tf.reshape(multiples * steps[:, tf.newaxis], [-1])[: self.count]
+        return tf.cast(values, self.spec.dtype)
+
+    def _in_blocks(self, values: tf.Tensor) -> tf.Tensor:
+        """Rows of a block each, the last one filled with zeros."""
+        block = self.options.block
+        return tf.reshape(tf.pad(values, [[0, self._blocks * block - self.count]]), [self._blocks, block])
+
+    def _packed(self, numbers: tf.Tensor) -> tf.Tensor:
+        if self.options.bits == 8:
+            return tf.bitcast(numbers, tf.uint8)
+        halves = tf.cast(numbers + 8, tf.uint8)
+        pairs = tf.reshape(tf.pad(halves, [[0, self.count % 2]]), [-1, 2])
+        return pairs[:, 0] + pairs[:, 1] * tf.constant(16, tf.uint8)
+
+    def _unpacked(self, numbers: tf.Tensor) -> tf.Tensor:
+        if self.options.bits == 8:
+            return tf.bitcast(numbers, tf.int8)
+        pairs = tf.stack([numbers % 16, numbers // 16], axis=1)
+        return tf.cast(tf.reshape(pairs, [-1])[: self.count], tf.int8) - 8
+
+
+class SignCodec(Codec):
+    """A bit an element, and their mean absolute value."""
+
+    def _parts(self) -> list[tf.TensorSpec]:
+        return [tf.TensorSpec([math.ceil(self.count / 8)], tf.uint8), tf.TensorSpec([1], tf.float32)]
+
+    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+        """See ``Codec``."""
+        values = tf.cast(flat(value), tf.float32)
+        bits = tf.pad(tf.cast(values >= 0, tf.int32), [[0, -self.count % 8]])
+        numbers = tf.reduce_sum(tf.reshape(bits, [-1, 8]) * BITS, axis=1)
+        return [tf.cast(numbers, tf.uint8), tf.reduce_mean(tf.abs(values))[tf.newaxis]], memory
+
+    def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
+        """See ``Codec``."""
+        numbers, scale = parts
+        bits = tf.bitwise.bitwise_and(numbers[:, tf.newaxis], tf.constant(BITS, tf.uint8)) > 0
+        signs = tf.where(tf.reshape(bits, [-1])[: self.count], 1.0, -1.0)
+        return tf.cast(signs * scale, self.spec.dtype)
+
+
+class TopKCodec(Codec):
+    """The largest elements, and their places."""
+
+    @property
+    def _kept(self) -> int:
+        return int(self.options.count(self.spec.shape.as_list()))
+
+    def _parts(self) -> list[tf.TensorSpec]:
+        return [tf.TensorSpec([self._kept], self.spec.dtype), tf.TensorSpec([self._kept], tf.int32)]
+
+    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+        """See ``Codec``."""
+        values = flat(value)
+        places = tf.math.top_k(tf.abs(values), self._kept, sorted=False).indices
+        return [tf.gather(values, places), places], memory
+
+    def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
+        """See ``Codec``."""
+        values, places = parts
+        return tf.scatter_nd(places[:, tf.newaxis], values, [self.count])
+
+
+class RandomKCodec(TopKCodec):
+    """Elements in places that all devices draw alike."""
+
+    def _parts(self) -> list[tf.TensorSpec]:
+        return super()._parts()[:1]
+
+    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+        """See ``Codec``."""
+        values = tf.gather(flat(value), self._places(seed))
+        if not self.options.error_feedback:
+            values *= tf.cast(self.count / self._kept, values.dtype)
+        return [values], memory
+
+    def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
+        """See ``Codec``."""
+        return super().decode([parts[0], self._places(seed)], seed)
+
+    def _places(self, seed: Seed) -> tf.Tensor:
+        return tf.math.top_k(uniform(seed, 0, [self.count]), self._kept, sorted=False).indices
+
+
+class LowRankCodec(Codec):
+    """A matrix of low rank, as the product of two."""
+
+    def __init__(self, options: PowerSGD, spec: tf.TensorSpec) -> None:
+        self._sides = options.sides(spec.shape.as_list())
+        super().__init__(options, spec)
+        if self._sides:
+            self.memory_like = tf.TensorSpec([self._sides[1], options.rank], tf.float32)
+
+    def _parts(self) -> list[tf.TensorSpec]:
+        if not self._sides:
+            return super()._parts()
+        return [tf.TensorSpec([side * self.options.rank], tf.float32) for side in self._sides]
+
+    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+        """See ``Codec``."""
+        if not self._sides:
+            return super().encode(value, seed, worker, memory)
+        matrix = tf.cast(tf.reshape(value, self._sides), tf.float32)
+        # Of a memory of zeros, as at the beginning, nothing would come.
+        drawn = uniform((tf.zeros([], tf.int64), seed[1]), 0, memory.shape) - 0.5
+        begun = tf.reduce_any(memory != 0.0, axis=0)
+        start = tf.where(begun, memory, drawn)
+        columns, _ = tf.linalg.qr(matrix @ start)
+        others = tf.matmul(matrix, columns, transpose_a=True)
+        return [flat(columns), flat(others)], others
+
+    def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
+        """See ``Codec``."""
+        if not self._sides:
+            return super().decode(parts, seed)
+        rank = self.options.rank
+        columns, others = (tf.reshape(part, [side, rank]) for part, side in zip(parts, self._sides, strict=True))
+        return tf.cast(flat(tf.matmul(columns, others, transpose_b=True)), self.spec.dtype)
+
+
+class OwnCodec(Codec):
+    """By an object of the user's: ``encode(values)`` gives a list of tensors of fixed shapes, ``decode(parts)`` values.
+
+    Both are given, and give, tensors of one dimension.
+    """
+
+    def _parts(self) -> list[tf.TensorSpec]:
+        made = tf.function(lambda value: self.options.encode(value)).get_concrete_function(
+            tf.TensorSpec([self.count], self.spec.dtype)
+        )
+        return [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(made.structured_outputs)]
+
+    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+        """See ``Codec``."""
+        return list(self.options.encode(flat(value))), memory
+
+    def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
+        """See ``Codec``."""
+        shaped = [tf.reshape(part, spec.shape) for part, spec in zip(parts, self.parts, strict=True)]
+        return tf.cast(self.options.decode(shaped), self.spec.dtype)
+
+
+CODECS: dict[type[Compression], type[Codec]] = {
+    **{BFloat16: CastCodec, Float16: CastCodec, Int8: IntegerCodec, Int4: IntegerCodec, Sign: SignCodec},
+    **{TopK: TopKCodec, RandomK: RandomKCodec, PowerSGD: LowRankCodec},
+}
+
+
+def codec_of(options: Compression, spec: tf.TensorSpec) -> Codec:
+    """What makes messages of such gradients: whole ones, where these are no larger."""
+    if type(options) not in CODECS:
+        return OwnCodec(options, spec)
+    whole = spec.shape.num_elements() * spec.dtype.size
+    made = CODECS[type(options)](options, spec)
+    return (
+        made if sum(each.shape.num_elements() * each.dtype.size for each in made.parts) < whole else Codec(None, spec)
+    )
+
+
+def uniform(seed: Seed, stream: int, shape: Any) -> tf.Tensor:
+    """Numbers in [0, 1) of a step, a variable and a stream, the same wherever they are drawn."""
+    step, number = seed
+    key = tf.stack([tf.cast(step, tf.int64), tf.constant(number << 20 | stream, tf.int64)])
+    return tf.random.stateless_uniform(shape, key, alg="philox")
+
+
+class KeptGradient(NamedTuple):
+    """What a worker keeps of one variable's gradients from step to step; None where there is nothing to keep."""
+
+    residual: Any = None
+    memory: Any = None
+    velocity: Any = None
+
+
+class Compressor:
+    """Sums gradients that are sent as messages of a compression: every sink has every source's, and adds these.
+
+    Rows of embeddings are sent as they are.
+
+    Args:
+        options: the compression.
+        specs: of the weights whose gradients are compressed, by their numbers.
+        devices: of the workers.
+        originals: the model's own variables by their numbers.
+        momentum: by which workers sum their gradients before these are sent; 0 where the optimizer has it.
+    """
+
+    def __init__(
+        self,
+        options: Compression,
+        specs: Mapping[int, tf.TensorSpec],
+        devices: Sequence[str],
+        originals: Sequence[keras.Variable],
+        momentum: float = 0.0,
+    ) -> None:
+        self.options, self._momentum = options, momentum
+        self._codecs = {n: codec_of(options, each) for n, each in specs.items()}
+        self._originals, self._devices = originals, list(devices)
+        self._kept = [{n: self._new(device, each) for n, each in self._codecs.items()} for device in devices]
+
+    def _new(self, device: str, codec: Codec) -> KeptGradient:
+        feeds = self.options.error_feedback and type(codec) is not Codec
+        with tf.device(device):
+            return KeptGradient(
+                _zeros(codec.spec) if feeds else None,
+                codec.memory_like and _zeros(codec.memory_like),
+                _zeros(codec.spec) if self._momentum else None,
+            )
+
+    def slots(self) -> list[Slot]:
+        """What workers keep from step to step, as slots of the weights that it belongs to."""
+        return [
+            Slot(self._originals[n], f"{kind}_of_worker_{worker}", variable)
+            for worker, mine in enumerate(self._kept)
+            for n, kept in mine.items()
+            for kind, variable in kept._asdict().items()
+            if variable is not None
+        ]
+
+    def reduced(
+        self,
+        order: Order,
+        made: Sequence[tuple[str, Gradients]],
+        sinks: Sequence[str],
+        like: Gradients,
+        step: StepNumber,
+    ) -> list[Any]:
+        """The sums of a phase's gradients on each of the ``sinks``, by the variables' numbers, pack after pack.
+
+        Args:
+            order: in which the phase's packs are sent.
+            made: of each device that has rows, its name and its gradients.
+            sinks: the devices that need the sums.
+            like: the specs of the gradients; those that are not there are not sent.
+            step: gives the number of the step on a device.
+        """
+        variables = [n for n in order.phase.variables if n in like]
+        dense = [n for n in variables if not isinstance(like[n], tf.IndexedSlices)]
+        for n in dense:
+            self._codecs.setdefault(n, Codec(None, like[n]))  # an embedding's that is not of rows
+        wires = {n: tf.TensorSpec([sum(map(_bytes_of, self._codecs[n].parts))], tf.uint8) for n in dense}
+        sent = [{n: self._encoded(device, gradients[n], n, step) for n in dense} for device, gradients in made]
+        received = [[Received(wires) for _ in made] for _ in sinks]
+        others: list[dict[int, Any]] = [{} for _ in sinks]
+        for pack in order.packs():
+            mine = tuple(n for n in pack.variables if n in wires)
+            if mine:
+                layout = MessageLayout(pack._replace(variables=mine), wires)
+                for number, (source, _) in enumerate(made):
+                    with tf.device(source):
+                        messages = layout.messages(sent[number])
+                    for place, sink in enumerate(sinks):
+                        there = [order.send(each, source, sink) for each in messages]
+                        with tf.device(sink):
+                            received[place][number].add(pack._replace(variables=mine), layout.values(there))
+            for n in (n for n in pack.variables if n in like and n not in wires):
+                for place, sink in enumerate(sinks):
+                    rows = [(device, each[n]) for device, each in made]
+                    others[place][n] = summed_rows(order, rows, sink, like[n])
+        sums = []
+        for sink, of_sources, rest in zip(sinks, received, others, strict=True):
+            with tf.device(sink):
+                found = {
+                    n: in_order([self._decoded(each.values[n], n, step(sink)) for each in of_sources]) for n in dense
+                }
+            sums.append({**found, **rest})
+        return sums
+
+    def _encoded(self, device: str, gradient: Any, n: int, step: StepNumber) -> tf.Tensor:
+        """The message of a worker's gradient; what it lacks is kept."""
+        codec, worker = self._codecs[n], self._devices.index(device)
+        kept = self._kept[worker].get(n, KeptGradient())
+        with tf.device(device):
+            seed = step(device), n
+            value = tf.ensure_shape(gradient, codec.spec.shape)
+            if kept.velocity is not None:
+                velocity = self._momentum * kept.velocity.value.read_value() + value
+                value = velocity
+            if kept.residual is not None:
+                value += kept.residual.value.read_value()
+            memory = None if kept.memory is None else kept.memory.value.read_value()
+            parts, memory = codec.encode(value, seed, worker, memory)
+            if kept.memory is not None:
+                kept.memory.value.assign(memory, read_value=False)
+            if kept.residual is None and kept.velocity is not None:  # all of it arrives
+                kept.velocity.value.assign(velocity, read_value=False)
+            if kept.residual is not None:
+                arrives = tf.reshape(codec.decode(parts, seed), value.shape)
+                kept.residual.value.assign(value - arrives, read_value=False)
+                if kept.velocity is not None:
+                    left = tf.where(arrives == 0, velocity, tf.zeros_like(velocity))
+                    kept.velocity.value.assign(left, read_value=False)
+            return tf.concat([_as_bytes(part) for part in parts], 0)
+
+    def _decoded(self, message: tf.Tensor, n: int, step: tf.Tensor) -> tf.Tensor:
+        codec = self._codecs[n]
+        pieces = tf.split(message, [_bytes_of(each) for each in codec.parts])
+        parts = [_of_bytes(piece, each) for piece, each in zip(pieces, codec.parts, strict=True)]
+        return tf.reshape(codec.decode(parts, (step, n)), codec.spec.shape)
+
+
+def _zeros(spec: tf.TensorSpec) -> keras.Variable:
+    return keras.Variable(tf.zeros(spec.shape, spec.dtype), trainable=False, dtype=spec.dtype.name)
+
+
+def _bytes_of(spec: tf.TensorSpec) -> int:
+    return int(spec.shape.num_elements()) * spec.dtype.size
+
+
+def _as_bytes(part: tf.Tensor) -> tf.Tensor:
+    return flat(part if part.dtype == tf.uint8 else tf.bitcast(part, tf.uint8))
+
+
+def _of_bytes(piece: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+    if spec.dtype == tf.uint8:
+        return piece
+    size = spec.dtype.size
+    return tf.bitcast(tf.reshape(piece, [-1, size] if size > 1 else [-1]), spec.dtype)

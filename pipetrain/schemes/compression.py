@@ -1,0 +1,301 @@
+"""What gradients become on their way between devices: how many bytes, and with what loss.
+
+Each compression is a frozen object with its options; a name, or ``"NAME:VALUE"`` with the value of its first option,
+stands for it. Where there is *error feedback*, what a message lacks of the gradient is added to the next one: what was
+sent plus what is left is the sum of all gradients (Karimireddy et al. 2019, arXiv 1901.09847).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, ClassVar
+
+from pipetrain.schemes.arguments import checked_bool, checked_count
+from pipetrain.schemes.table import TRANSFERRING
+
+MANY = 1000  # elements, of which a share is sent
+FLOAT_BYTES, INDEX_BYTES = 4, 4  # of a scale or a kept value, and of its place
+
+
+class Compression:
+    """What becomes of a gradient. Raises ValueError, TypeError for values that it cannot have.
+
+    ``error_feedback`` is whether what a message lacks is added to the next one. ``is_random`` says whether a message
+    depends on random numbers: they are those of the step, the same in every run.
+    """
+
+    name: ClassVar[str]
+    first_option: ClassVar[str] = ""  # whose value may follow the name
+    is_random: ClassVar[bool] = False
+    error_feedback: bool
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, TypeError for values that the compression cannot have."""
+        checked_bool("error_feedback", self.error_feedback, "What a message lacks is kept, or it is not")
+        self._check()
+
+    def _check(self) -> None:
+        pass
+
+    def __str__(self) -> str:
+        value = getattr(self, self.first_option, None)
+        return self.name if value == getattr(type(self), self.first_option, None) else f"{self.name}:{value}"
+
+    def sent_bytes(self, shape: Sequence[int], item_bytes: int = FLOAT_BYTES) -> int:
+        """The bytes of a message of a gradient of this shape, whose elements have so many; never more than those."""
+        return min(self._bytes(shape), math.prod(shape) * item_bytes)
+
+    def _bytes(self, shape: Sequence[int]) -> int:
+        raise NotImplementedError
+
+    def corrected(self, momentum: float) -> float:
+        """The momentum by which devices sum their gradients, in place of the optimizer that has it: none."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class BFloat16(Compression):
+    """``"bfloat16"``: the nearest number with 8 bits of mantissa and the range of float32: 2 bytes an element."""
+
+    name: ClassVar[str] = "bfloat16"
+    error_feedback: bool = False
+
+    def _bytes(self, shape: Sequence[int]) -> int:
+        return 2 * math.prod(shape)
+
+
+@dataclass(frozen=True)
+class Float16(BFloat16):
+    """``"float16"``: the nearest number with 11 bits of mantissa, at most 65504 in absolute value: 2 bytes an element.
+
+    Gradients below 6e-8 become 0; ``error_feedback=True`` keeps them until they have added up.
+    """
+
+    name: ClassVar[str] = "float16"
+
+
+@dataclass(frozen=True)
+class Int8(Compression):
+    """``"int8"``: multiples of a step for each block of elements, rounded at random, which is right on average.
+
+    ``Q(x) = step * floor(x / step + u)`` with ``step = max|x| / 127`` of the block and u uniform in [0, 1), so that
+    ``E[Q(x)] = x``: ``1 + 4 / block`` bytes an element. Source: QSGD, Alistarh et al. 2017 (arXiv 1610.02132), with the
+    largest element of a block in place of its norm.
+
+    Args:
+        block: elements that have a step in common.
+        error_feedback: see ``Compression``.
+    """
+
+    name: ClassVar[str] = "int8"
+    first_option: ClassVar[str] = "block"
+    is_random: ClassVar[bool] = True
+    bits: ClassVar[int] = 8
+    block: int = 256
+    error_feedback: bool = False
+
+    def _check(self) -> None:
+        checked_count("block", self.block, "Elements of a block have a step in common", 256, least=2)
+
+    @property
+    def levels(self) -> int:
+        """How many steps the largest element of a block has."""
+        return int(2 ** (self.bits - 1)) - 1
+
+    def _bytes(self, shape: Sequence[int]) -> int:
+        count = math.prod(shape)
+        return math.ceil(count * self.bits / 8) + FLOAT_BYTES * math.ceil(count / self.block)
+
+
+@dataclass(frozen=True)
+class Int4(Int8):
+    """``"int4"``: as ``Int8``, with ``step = max|x| / 7`` and two elements in a byte.
+
+    Args:
+        block: elements that have a step in common.
+        error_feedback: see ``Compression``.
+    """
+
+    name: ClassVar[str] = "int4"
+    bits: ClassVar[int] = 4
+    block: int = 64
+    error_feedback: bool = True
+
+
+@dataclass(frozen=True)
+class Sign(Compression):
+    """``"sign"``: the signs of a variable's elements, and the mean of their absolute values: a bit an element.
+
+    ``Q(x) = mean|x| * sign(x)``, where 0 has the sign of positive numbers. Source: EF-signSGD, Karimireddy et al. 2019
+    (arXiv 1901.09847).
+    """
+
+    name: ClassVar[str] = "sign"
+    error_feedback: bool = True
+
+    def _bytes(self, shape: Sequence[int]) -> int:
+        return math.ceil(math.prod(shape) / 8) + FLOAT_BYTES
+
+
+@dataclass(frozen=True)
+class TopK(Compression):
+    """``"top-k"``: of every variable this share of the elements, the largest in absolute value: 8 bytes for each.
+
+    Of a variable there is at least one; all are sent as they are where that is less. Source: Deep Gradient Compression,
+    Lin et al. 2018 (arXiv 1712.01887), section 3.
+
+    An element that is sent once in many steps would get the momentum of one gradient for many. With *momentum
+    correction* each device sums its gradients by momentum before (``u <- mu * u + g``), and the optimizer has none;
+    what has been sent leaves that sum, too.
+
+    Args:
+        share: of the elements, above 0 up to 1.
+        error_feedback: see ``Compression``.
+        momentum_correction: ``"auto"``: for Keras' SGD with a momentum that is not Nesterov's, and error feedback;
+            True: ValueError for other optimizers; False: never.
+    """
+
+    name: ClassVar[str] = "top-k"
+    first_option: ClassVar[str] = "share"
+    share: float = 0.01
+    error_feedback: bool = True
+    momentum_correction: bool | str = "auto"
+
+    def _check(self) -> None:
+        checked_share(self.share)
+        if self.momentum_correction != "auto":
+            checked_bool("momentum_correction", self.momentum_correction, "Momentum is corrected, or it is not")
+
+    def corrected(self, momentum: float) -> float:
+        """The momentum by which devices sum their gradients, of an optimizer with this one; 0 where they do not.
+
+        Raises ValueError where that is wanted, and cannot be.
+        """
+        if self.momentum_correction is True and not (momentum and self.error_feedback):
+            raise ValueError(
+                "Momentum correction needs error feedback, and Keras' SGD with a momentum that is not Nesterov's. "
+                f"Received: compression={self!r}. Try keras.optimizers.SGD(..., momentum=0.9), or "
+                "momentum_correction='auto'."
+            )
+        is_whole = self.sent_bytes((MANY,)) == MANY * FLOAT_BYTES
+        return momentum if self.momentum_correction and self.error_feedback and not is_whole else 0.0
+
+    def count(self, shape: Sequence[int]) -> int:
+        """How many elements of a variable of this shape are sent."""
+        return max(1, math.ceil(self.share * math.prod(shape)))
+
+    def _bytes(self, shape: Sequence[int]) -> int:
+        return (FLOAT_BYTES + INDEX_BYTES) * self.count(shape)
+
+
+@dataclass(frozen=True)
+class RandomK(TopK):
+    """``"random-k"``: as ``TopK``, with elements drawn anew in each step, for all devices the same: 4 bytes for each.
+
+    Their places need not be sent. Without error feedback they are multiplied by ``1 / share``, which is right on
+    average. Source: Stich et al. 2018 (arXiv 1809.07599).
+
+    Args:
+        share: of the elements, above 0 up to 1.
+        error_feedback: see ``Compression``.
+        momentum_correction: as that of ``TopK``.
+    """
+
+    name: ClassVar[str] = "random-k"
+    is_random: ClassVar[bool] = True
+
+    def _bytes(self, shape: Sequence[int]) -> int:
+        return FLOAT_BYTES * self.count(shape)
+
+
+@dataclass(frozen=True)
+class PowerSGD(Compression):
+    """``"power-sgd"``: a matrix of low rank in place of a gradient M of n rows and m columns: ``4 rank (n + m)`` bytes.
+
+    ``P = orthonormal(M Q)``, and ``Q = M^T P`` is the next step's start: a step of the power iteration in every step of
+    training. What has more than two dimensions is a matrix of its last one's columns; vectors, and what would not
+    become smaller, are sent as they are. Each device sends P and Q of its own gradient, and the sum is that of the
+    products. Source: Vogels et al. 2019 (arXiv 1905.13727), where P and Q are summed.
+
+    Args:
+        rank: of the matrix.
+        error_feedback: see ``Compression``.
+    """
+
+    name: ClassVar[str] = "power-sgd"
+    first_option: ClassVar[str] = "rank"
+    rank: int = 2
+    error_feedback: bool = True
+
+    def _check(self) -> None:
+        checked_count("rank", self.rank, "A matrix has a rank from 1 up", 2)
+
+    def sides(self, shape: Sequence[int]) -> tuple[int, int] | None:
+        """The rows and columns of the matrix that a variable of this shape is; None where it is sent as it is."""
+        if len(shape) < 2 or not math.prod(shape):
+            return None
+        rows, columns = math.prod(shape[:-1]), shape[-1]
+        return (rows, columns) if self.rank * (rows + columns) < rows * columns else None
+
+    def _bytes(self, shape: Sequence[int]) -> int:
+        sides = self.sides(shape)
+        return FLOAT_BYTES * (self.rank * sum(sides) if sides else math.prod(shape))
+
+
+COMPRESSIONS: dict[str, type[Compression]] = {
+    each.name: each for each in (BFloat16, Float16, Int8, Int4, Sign, TopK, RandomK, PowerSGD)
+}
+NONE = "none"
+
+
+def check_compression(given: Any, scheme: str) -> None:
+    """Raise ValueError, TypeError for no compression, and for a scheme that has none; None is the default."""
+    if compression_of(given) is not None and scheme not in TRANSFERRING:
+        raise ValueError(
+            f"Only {' and '.join(TRANSFERRING)} compress gradients. Received: compression={given!r}, "
+            f"scheme={scheme!r}. Try leaving it out."
+        )
+
+
+def checked_share(share: Any) -> float:
+    """A share of the elements. Raises ValueError for what is none."""
+    if isinstance(share, bool) or not isinstance(share, Real) or not 0 < float(share) <= 1:
+        raise ValueError(f"A share is above 0 and at most 1. Received: share={share!r}. Try share=0.01.")
+    return float(share)
+
+
+def compression_of(given: Any) -> Compression | None:
+    """The compression that a name, a name with a value, or an object stands for; None for none.
+
+    Raises ValueError for a name that there is not, TypeError for what is neither.
+    """
+    if given is None or isinstance(given, Compression):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(
+            f"A compression is a name or an object. Received: compression={given!r}. "
+            f"Try one of: {', '.join(map(repr, COMPRESSIONS))}; or pipetrain.TopK(share=0.01)."
+        )
+    name, _, value = given.partition(":")
+    if name == NONE and not value:
+        return None
+    if name not in COMPRESSIONS:
+        raise ValueError(
+            f"Unknown compression. Received: compression={given!r}. Try one of: {', '.join((NONE, *COMPRESSIONS))}."
+        )
+    return COMPRESSIONS[name](**(_first_option(given, name, value) if value else {}))
+
+
+def _first_option(given: str, name: str, value: str) -> dict[str, Any]:
+    kind = COMPRESSIONS[name]
+    default = getattr(kind, kind.first_option, None)
+    try:
+        if default is not None:
+            return {kind.first_option: float(value) if isinstance(default, float) else int(value)}
+    except ValueError:
+        pass
+    remedy = name if default is None else f"{name}:{default}, its {kind.first_option}"
+    raise ValueError(f"A compression's value is a number. Received: compression={given!r}. Try {remedy}.")

@@ -1,0 +1,57 @@
+"""Draw how networks scale by balance equations: how much of as many times the speed as nodes is left.
+
+example:
+  python plots/balance_scaling.py runs/balance_scaling
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from matplotlib.figure import Figure
+
+from pipetrain.pictures.figure import BLACK, BLUE, GREY, VERMILION
+from plots import command
+from plots.style import save
+
+LOOKS = {"alexnet": (BLUE, "o"), "vgg_a": (VERMILION, "s")}
+PUBLISHED = {("vgg_a", 64, 256): 53.0, ("vgg_a", 128, 512): 90.0}
+
+
+def draw(path: Path, output: Path) -> Path:
+    """One figure from what ``experiments/balance_scaling.py`` wrote; stars are the source's numbers."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    if not rows:
+        raise ValueError(f"There is nothing to draw. Received: {str(path)!r} without rows. Try running it again.")
+    figure = Figure(figsize=(5.6, 4.4), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(100, linestyle=":", color=GREY, label="as many times one node's speed as nodes")
+    for name in dict.fromkeys(each["network"] for each in rows):
+        some = {int(each["nodes"]): float(each["step_s"]) for each in rows if each["network"] == name}
+        minibatch = int(next(each["rows"] for each in rows if each["network"] == name))
+        colour, marker = LOOKS.get(name, (BLACK, "^"))
+        parts = [100 * some[1] / each / nodes for nodes, each in some.items()]
+        axes.plot([*some], parts, color=colour, marker=marker, label=name)
+        for (network, nodes, size), value in PUBLISHED.items():
+            if (network, size) == (name, minibatch) and nodes in some:
+                star = {"color": colour, "markeredgecolor": BLACK, "markersize": 14, "zorder": 5}
+                axes.plot(nodes, 100 * value / nodes, "*", label=f"{name}, published", linestyle="none", **star)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({int(each["nodes"]) for each in rows})
+    axes.set_xticks(ticks, [str(each) for each in ticks])
+    axes.set(xlabel="nodes", ylabel="speed-up, % of the nodes", ylim=(0, 110))
+    axes.set_title(f"{rows[0]['rows']} rows a minibatch", loc="left")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="lower left")
+    return save(figure, output)
+
+
+if __name__ == "__main__":
+    sys.exit(
+        command.of_folder(__doc__, draw, "experiments/balance_scaling.py", "balance_scaling.png", "balance_scaling.csv")
+    )

@@ -1,0 +1,186 @@
+"""What gradients become on their way: every compression against NumPy, its bytes, what is right on average."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipetrain.compute.transfers.compression import OwnCodec, codec_of, uniform
+from pipetrain.schemes.compression import (
+    COMPRESSIONS,
+    BFloat16,
+    Compression,
+    Float16,
+    Int4,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+    compression_of,
+)
+
+SEED = tf.constant(3, tf.int64), 5
+WORKER = 2
+SHAPES = ((1,), (7,), (300,), (24, 31), (3, 3, 4, 8))
+EVERY = (
+    *(BFloat16(), Float16(), Int8(), Int8(block=16), Int4(), Int4(block=3), Sign()),
+    *(
+        TopK(),
+        TopK(share=0.2),
+        RandomK(share=0.2),
+        RandomK(share=0.2, error_feedback=False),
+        PowerSGD(),
+        PowerSGD(rank=1),
+    ),
+)
+
+
+def values(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def arrived(options, given, seed=SEED, memory=None):
+    """What a message brings, and the bytes of its parts."""
+    codec = codec_of(options, tf.TensorSpec(given.shape, tf.float32))
+    if codec.memory_like is not None:
+        memory = tf.zeros(codec.memory_like.shape)
+    parts, _ = codec.encode(tf.constant(given), seed, WORKER, memory)
+    for part, spec in zip(parts, codec.parts, strict=True):
+        assert part.shape == spec.shape and part.dtype == spec.dtype
+    size_bytes = sum(int(tf.size(part)) * part.dtype.size for part in parts)
+    return codec.decode(parts, seed).numpy().reshape(given.shape), size_bytes
+
+
+def drawn(stream, count):
+    return uniform(SEED, stream, [count]).numpy()
+
+
+def by_numpy(options, given):
+    """The same, computed here."""
+    flat = given.ravel()
+    if isinstance(options, Float16):
+        return np.clip(given, -65504, 65504).astype(np.float16).astype(np.float32)
+    if isinstance(options, BFloat16):  # round to nearest, ties to even, of the upper 16 bits
+        bits = given.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    if isinstance(options, Int8):
+        made, random = np.empty_like(flat), drawn(WORKER + 1, flat.size)
+        for first in range(0, flat.size, options.block):
+            part = slice(first, first + options.block)
+            step = np.abs(flat[part]).max() / np.float32(options.levels)
+            made[part] = np.floor(flat[part] / step + random[part]) * step
+        return made.reshape(given.shape)
+    if isinstance(options, Sign):
+        return np.where(given >= 0, 1, -1) * np.abs(given).mean()
+    if isinstance(options, RandomK):
+        count, made = math.ceil(options.share * flat.size), np.zeros_like(flat)
+        places = np.argsort(-drawn(0, flat.size), kind="stable")[:count]
+        made[places] = flat[places] * (1 if options.error_feedback else flat.size / count)
+        return made.reshape(given.shape)
+    if isinstance(options, TopK):
+        made, places = np.zeros_like(flat), np.argsort(-np.abs(flat))[: math.ceil(options.share * flat.size)]
+        made[places] = flat[places]
+        return made.reshape(given.shape)
+    matrix = given.reshape(-1, given.shape[-1])
+    beginning = tf.zeros([], tf.int64), SEED[1]
+    start = uniform(beginning, 0, [matrix.shape[1], options.rank]).numpy() - 0.5
+    columns, _ = np.linalg.qr(matrix @ start)
+    return (columns @ (columns.T @ matrix)).reshape(given.shape)
+
+
+@pytest.mark.parametrize("options", EVERY, ids=repr)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_message_brings_what_numpy_says_in_as_many_bytes_as_planned(options, shape):
+    sent = values(shape)
+    there, size_bytes = arrived(options, sent)
+    assert size_bytes == options.sent_bytes(shape) <= sent.nbytes
+    if size_bytes == sent.nbytes:
+        np.testing.assert_array_equal(there, sent)
+    else:
+        np.testing.assert_allclose(there, by_numpy(options, sent), rtol=2e-5, atol=2e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=70),
+    st.sampled_from([each for each in EVERY if not isinstance(each, PowerSGD)]),
+)
+def test_every_number_arrives_finite_and_zeros_as_zeros(numbers, options):
+    sent = np.array(numbers, np.float32)
+    assert np.isfinite(arrived(options, sent)[0]).all()
+    assert not arrived(options, np.zeros_like(sent))[0].any()
+
+
+@pytest.mark.parametrize(
+    "options", (Int8(block=32), Int4(block=32), RandomK(share=0.25, error_feedback=False)), ids=repr
+)
+def test_random_messages_are_right_on_average(options):
+    """The mean of n messages is within six standard errors, of at most half a step or of what is left out."""
+    count, sent = 800, values((64,))
+    codec = codec_of(options, tf.TensorSpec(sent.shape, tf.float32))
+
+    @tf.function
+    def message(step):
+        parts, _ = codec.encode(tf.constant(sent), (step, 1), 0, None)
+        return codec.decode(parts, (step, 1))
+
+    found = np.stack([message(tf.constant(step, tf.int64)).numpy() for step in range(count)])
+    spread = np.abs(sent) * 3**0.5 if isinstance(options, RandomK) else np.abs(sent).max() / options.levels / 2
+    assert (np.abs(found.mean(axis=0) - sent) <= 6 * spread / math.sqrt(count)).all()
+
+
+def test_power_sgd_comes_to_the_best_matrix_of_its_rank():
+    sent = values((12, 20)) @ np.diag(0.6 ** np.arange(20)).astype(np.float32)
+    options, spec = PowerSGD(rank=3), tf.TensorSpec(sent.shape, tf.float32)
+    codec = codec_of(options, spec)
+    memory = tf.zeros(codec.memory_like.shape)
+    for _ in range(60):
+        parts, memory = codec.encode(tf.constant(sent), SEED, WORKER, memory)
+    left, singular, right = np.linalg.svd(sent)
+    best = left[:, :3] * singular[:3] @ right[:3]
+    np.testing.assert_allclose(codec.decode(parts, SEED).numpy().reshape(sent.shape), best, atol=1e-4)
+
+
+def test_a_compression_of_ones_own():
+    class Halves(Compression):
+        """Every second element."""
+
+        name = "halves"
+        error_feedback = False
+
+        def encode(self, values):
+            return [values[::2]]
+
+        def decode(self, parts):
+            return tf.repeat(parts[0], 2)
+
+    codec = codec_of(Halves(), tf.TensorSpec([8], tf.float32))
+    assert isinstance(codec, OwnCodec)
+    parts, _ = codec.encode(tf.range(8.0), SEED, 0, None)
+    assert codec.decode(parts, SEED).numpy().tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
+
+
+def test_names_and_values():
+    assert compression_of(None) is compression_of("none") is None
+    assert compression_of("top-k:0.5") == TopK(0.5) and str(TopK(0.5)) == "top-k:0.5"
+    assert {name: str(compression_of(name)) for name in COMPRESSIONS} == {name: name for name in COMPRESSIONS}
+    for wrong, said in (
+        ("top-2", "random-k"),
+        ("sign:2", "Try sign"),
+        ("int8:x", "int8:256"),
+        ("power-sgd:0", "rank=0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            compression_of(wrong)
+    for share in (0, 1.5, True, "1"):
+        with pytest.raises(ValueError, match="share"):
+            TopK(share)
+    with pytest.raises(TypeError, match="TopK"):
+        compression_of(keras.Input)

@@ -1,0 +1,30 @@
+"""What compressed gradients take at the network's interface, between emulated hosts."""
+
+from __future__ import annotations
+
+import json
+
+import namespaces
+import numpy as np
+import pytest
+
+from pipetrain.schemes.compression import COMPRESSIONS, NONE
+
+PROGRAM = str(namespaces.ROOT / "tests/compressed_messages.py")
+MISSING = [name for name, there in namespaces.NEEDED.items() if not there]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
+@pytest.mark.wide
+@pytest.mark.timeout(600)
+def test_as_many_bytes_leave_a_host_as_are_planned():
+    """Within 2%, and 10 KB that a step's calls have of their own."""
+    with namespaces.Workers(2, "10.81.0") as hosts:
+        done = hosts.program(PROGRAM, ",".join((NONE, *COMPRESSIONS)), *hosts.workers)
+    assert done.returncode == 0, f"{done.returncode} {done.stderr[-3000:]}"
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, each in found.items():
+        sent, planned = np.median(each["sent"]), each["planned"]
+        told = f"{name}: {sent:.0f} bytes sent in a step, {planned} planned"
+        print(told)
+        assert planned <= sent <= 1.02 * planned + 10_000, told
