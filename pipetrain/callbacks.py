@@ -32,7 +32,7 @@ from pipetrain.schemes.arguments import checked_count
 _logger = logging.getLogger(__name__)
 AUTO, STEPS = "auto", 100
 MEMORY = "memory"
-LEFT_OUT = " What was in flight is left out: the first stages lack the updates that it would have made."
+LEFT_OUT = " What was in flight is left out: minibatches go on after the last one that callbacks had seen."
 
 
 class Snapshots(keras.callbacks.Callback):
@@ -80,8 +80,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
     ``every_steps`` is. By the end of an epoch, what was due within it is written.
 
     It can also be resumed with another number of stages or another scheme; a message names the differences. What was in
-    flight is then left out: the last stage goes on where it was, and the first ones lack up to as many updates as there
-    are stages. Steps that the last stage had done, and whose results no callback had seen, no callback is shown.
+    flight is then left out, and training goes on with the minibatch after the last one that callbacks had seen: every
+    step is seen once, though of a few minibatches around it the last stages make a second update and the first ones
+    lack theirs.
 
     Some asynchronous pipelines are run by threads, and still drain for a checkpoint: those on GPUs, with layers that
     call Python, with ``SpecTrain(horizon="fitted")``, and under ``tf.config.experimental.enable_op_determinism``. Such
@@ -448,7 +449,6 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         if about["ended"]:  # by EarlyStopping, whatever epochs are left
             position = Position(max(epochs, position.epoch), 0)
         missing = self._session.restore(found, position)
-        position = position if about["ended"] else Position(*about["position"])
         self._resumed, self._position, self._saved_at = found, position, about["updates"]
         different = [*_differences(self._session.about(), about), *(f"{kind} from zero" for kind in missing)]
         done = f"{counted(about['updates'], 'step')} done"

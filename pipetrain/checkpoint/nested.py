@@ -8,23 +8,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.functions.stage_values import BoundaryTensors, Inputs, Operands, SavedForBackward, Step
-from pipetrain.compute.functions.weight_binding import Newest, OfGroups
-from pipetrain.compute.program.late_sums import HeldSums, SharedSum
-from pipetrain.compute.program.stage_trace import ForwardMessage, HeldStage, Output, Share
-from pipetrain.compute.program.walk import Held
+from pipetrain.compute.functions import stage_values, weight_binding, weight_products
+from pipetrain.compute.program import late_sums, stage_trace, walk
 from pipetrain.compute.tensorflow_private import parts_of_slices_spec
-from pipetrain.run.collector import InFlight, Result, Snapshot
-from pipetrain.schemes.policies import Read
-from pipetrain.schemes.weight_versions import HeldVersions
+from pipetrain.run import collector
+from pipetrain.schemes import policies, weight_versions
 
-RECORDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        *(BoundaryTensors, Inputs, Operands, SavedForBackward, Step, Newest, OfGroups, Read),
-        *(Held, HeldStage, HeldSums, HeldVersions, SharedSum, ForwardMessage, Output, Share),
-        *(InFlight, Result, Snapshot),
-    )
+IN_FLIGHT = (stage_values, weight_binding, weight_products, late_sums, stage_trace, walk, collector, policies)
+RECORDS: dict[str, Any] = {  # all that these modules have, whether it is in flight today or not
+    name: kind
+    for module in (*IN_FLIGHT, weight_versions)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, tuple) and kind.__module__ == module.__name__
 }
 
 

@@ -145,18 +145,14 @@ def collected(model: keras.Model, slots: Iterable[Slot], shared: Iterable[Sequen
 
 
 def leave_out(about: dict[str, Any]) -> None:
-    """Go on without what was in flight: from the step up to which the last stage had come.
+    """Go on without what was in flight, with the first minibatch whose results no step has taken.
 
-    The first stages then lack the updates of the minibatches that were in flight, which nobody repeats. ``about``,
-    which is what a checkpoint says of itself, says so by ``left_out``.
+    The last stages may have made updates with some of those that come then, and the first ones lack some of those
+    before. ``about``, which is what a checkpoint says of itself, says so by ``left_out``.
     """
     left = about.pop("in_flight", None)
-    if left is None or left["left"] is None:
-        return
-    epoch, step = about["position"]
-    about["position"], about["left_out"] = [epoch, step + left["ahead"]], True
-    about["updates"] += left["ahead"]
-    about["fitted"] += left["ahead"]
+    if left is not None and left["left"] is not None:
+        about["left_out"] = True
 
 
 def check_weights(model: keras.Model, arrays: Arrays, path: Path) -> None:

@@ -130,7 +130,7 @@ class Store:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         known = {"format": FORMAT, "shards": [each._asdict() for each in named]} if named else {"format": WHOLE}
-        text = json.dumps({**known, "run": self.run, "step": step, **about})
+        text = json.dumps({**known, "run": self.run, "step": step, "arrays": len(arrays), **about})
         parts: dict[str, Any] = {ABOUT: np.frombuffer(text.encode(), dtype=np.uint8), **arrays}
         path = self.directory / f"step-{step:08}.npz"
         part = self.directory / f".{path.name}.{os.getpid()}.part"
@@ -308,6 +308,8 @@ def read(path: Path) -> Checkpoint:
     with np.load(path, allow_pickle=False) as archive:
         about = _checked(archive)
         arrays = {name: archive[name] for name in archive.files if name != ABOUT}  # reading compares the checksums
+    if len(arrays) != about.get("arrays", len(arrays)):  # which the archive's directory has, whose bytes have none
+        raise ValueError(f"{len(arrays)} of its {about['arrays']} arrays are there")
     for each in shards.shards_of(about):
         arrays |= shards.read(path.with_name(each.name), each)
     return Checkpoint(path, arrays, about)

@@ -207,7 +207,6 @@ class FitSession:
         model's state.
         """
         path, arrays, about = found
-        before = Position(*about["position"])
         check_weights(self._trainer.model, arrays, path)
         if position.epoch < self._first_epoch:
             raise ValueError(
@@ -218,7 +217,6 @@ class FitSession:
             leave_out(about)
         self.rows_before = about.get("batch_size")
         missing = self._trainer.restore(arrays, about)
-        position = Position(*about["position"]) if position == before else position
         if self._begun_rate is not None and about["begun_rate"] == self._begun_rate:  # else the user has set another
             self._owner.optimizer.learning_rate = about["epoch_rate"]
             self._rate_within = about["learning_rate"] if position.step else None

@@ -6,18 +6,21 @@ import errno
 import fcntl
 import json
 import os
+import random
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from argparse import Namespace
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import keras
 import networks
 import numpy as np
+import parameters
 import pytest
 
 from experiments import options, resuming, run, supervision
@@ -203,6 +206,177 @@ def test_checkpoints_of_two_runs_are_told_apart(tmp_path):
     shutil.copy(tmp_path / "b" / "step-00000016.npz", tmp_path / "a")
     with pytest.raises(ValueError, match=r"of several runs\. .*step-00000012.npz and step-00000016.npz\. Try"):
         Store(tmp_path / "a", 3).newest()
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """``mounted(*options, at=None)``: a folder that is a file system of its own.
+
+    Where nothing may be mounted, the test is skipped.
+    """
+    made = []
+
+    def mount(*options, at=None):
+        folder = at or tmp_path / f"mounted{len(made)}"
+        folder.mkdir(exist_ok=True)
+        try:
+            subprocess.run(["mount", *options, str(folder)], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("nothing can be mounted")
+        made.append(folder)
+        return folder
+
+    yield mount
+    for folder in reversed(made):
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+class At(keras.callbacks.Callback):
+    """Does something at the beginning of a step, when the checkpoint of the step before is on its way."""
+
+    def __init__(self, **of_step):
+        super().__init__()
+        self._of_step = {int(name[1:]): do for name, do in of_step.items()}
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._of_step.get(batch, lambda: None)()
+
+
+def fill(folder):
+    """Let no byte be left there."""
+    with suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
+        while file.write(bytes(1 << 16)):
+            pass
+    with suppress(OSError), (folder / "full").open("ab", buffering=0) as file:
+        while file.write(b"0"):
+            pass
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_on_a_full_disk_checkpoints_that_are_there_stay(mounted, capsys):
+    """Training goes on, and so do checkpoints when there is room again."""
+    folder = mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs")
+    fit(folder, [At(_2=lambda: fill(folder), _4=(folder / "full").unlink)])
+    said = capsys.readouterr().out
+    assert "The checkpoint of step 3 could not be written (No space left on device); the newest is step-000000" in said
+    assert not [name for name in names(folder) if not name.startswith("step-")]
+    found, damaged = Store(folder, 3).newest()
+    assert found.about["step"] == STEPS and not damaged
+    fill(folder)
+    fit(folder, epochs=2)
+    assert "could not be written (No space left on device); the newest is step-00000006.npz." in capsys.readouterr().out
+    assert Store(folder, 3).newest()[0].about["step"] == STEPS
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("limit", [0, 1, 100, 400, 1000])
+def test_a_file_that_may_grow_no_further_is_not_left_half_written(limit, tmp_path):
+    """Wherever the limit is: in an array, or in the archive's directory."""
+    store = Store(tmp_path, 3)
+    written(store, 4)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (min(limit, (tmp_path / "step-00000004.npz").stat().st_size - 1), before[1])
+    )
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            written(store, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == ["step-00000004.npz"] and store.newest()[0].about["step"] == 4
+
+
+def test_a_read_only_folder_is_refused_or_where_it_becomes_one_told(mounted, tmp_path, capsys):
+    """Whoever runs the program; what is there stays."""
+    folder, over = mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs"), []
+    fit(folder, [At(_3=lambda: over.append(mounted("--bind", "-o", "ro", str(folder), at=folder)))])
+    assert "could not be written (Read-only file system); the newest is step-0000000" in capsys.readouterr().out
+    before = names(folder)
+    assert [name for name in before if name.startswith("step-")]
+    with pytest.raises(ValueError, match=rf"cannot be written there: Read-only file system. .*{folder.name}'. Try ano"):
+        fit(folder)
+    assert names(folder) == before
+
+
+def assert_told_or_the_same(folder, newest, whole):
+    """The newest file was changed: it says what it said, or is told to be damaged and the one before it is used."""
+    found, damaged = Store(folder, 3).newest()
+    if found.path == newest:
+        assert not damaged and found.about == whole.about and found.arrays.keys() == whole.arrays.keys()
+        assert all(np.array_equal(found.arrays[name], each) for name, each in whole.arrays.items())
+        return
+    assert found.about["step"] == 4 and len(damaged) == 1 and damaged[0].startswith(f"{newest.name} is damaged (")
+    assert newest.with_suffix(".damaged").exists()
+
+
+ARRAYS = WEIGHTS | {"metric/0": np.float32(2), "empty": np.zeros((0, 3)), "flight/0": np.arange(9, dtype=np.uint8)}
+
+
+def two_of_them(folder):
+    """The bytes of the newest of two checkpoints, and what they say."""
+    for step in (4, 8):
+        store = Store(folder, 3)
+        store.newest()
+        store.write(step, ARRAYS, {"updates": step, "position": [0, step], "text": "a" * 50})
+    found, _ = Store(folder, 3).newest()
+    return found.path, found.path.read_bytes(), found
+
+
+def test_a_file_cut_short_anywhere_is_told(tmp_path):
+    newest, content, whole = two_of_them(tmp_path)
+    chance = random.Random(0)
+    for length in {0, 1, len(content) - 1, *(chance.randrange(len(content)) for _ in range(60))}:
+        newest.write_bytes(content[:length])
+        assert_told_or_the_same(tmp_path, newest, whole)
+        assert not newest.exists()
+
+
+@pytest.mark.parametrize("bit", parameters.by_default(range(8), 0, wide=(5, 7)))
+def test_one_bit_that_is_another_anywhere_is_told_or_changes_nothing(bit, tmp_path):
+    """In an array, in what the file says of itself, or in the archive's directory; it is another one at each byte."""
+    newest, content, whole = two_of_them(tmp_path)
+    told = 0
+    for position in range(len(content)):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << (bit + position) % 8
+        newest.write_bytes(flipped)
+        assert_told_or_the_same(tmp_path, newest, whole)
+        told += not newest.exists()
+    assert told > len(content) / 3
+
+
+WRITER = """
+import sys
+import numpy as np
+from pipetrain.checkpoint.store import Store
+store = Store(sys.argv[1], 3)
+print("ready", flush=True)
+sys.stdin.readline()
+for step in range(1, 60):
+    store.write(step, {"weight/0": np.full(2000, step)}, {"updates": step})
+"""
+
+
+def test_two_programs_that_write_there_without_a_lock_leave_whole_files(tmp_path):
+    """Of a file system that has no locks; whose files these are is told."""
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[2]}
+    writers = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    assert [each.stdout.readline() for each in writers] == ["ready\n"] * 2
+    for each in writers:
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    assert [each.communicate(timeout=100) and each.returncode for each in writers] == [0, 0]
+    runs = set()
+    for path in Store(tmp_path, 3).paths():
+        with np.load(path) as archive:
+            about = json.loads(archive["about"].tobytes())
+            assert (archive["weight/0"] == about["step"]).all()
+        runs.add(about["run"])
+    assert runs and all(name.startswith("step-") for name in names(tmp_path))
+    if len(runs) > 1:
+        with pytest.raises(ValueError, match="of several runs"):
+            Store(tmp_path, 3).newest()
 
 
 @pytest.mark.wide

@@ -50,6 +50,13 @@ def half():
     return keras.Sequential([keras.Input((networks.FEATURES,)), *layers, L.Dense(networks.CLASSES, dtype="float32")])
 
 
+def wide():
+    """Of weights' gradients their factors are in flight, which are fewer bytes."""
+    keras.utils.set_random_seed(0)
+    layers = [L.Dense(40, "tanh") for _ in range(3)]
+    return keras.Sequential([keras.Input((networks.FEATURES,)), *layers, L.Dense(networks.CLASSES)])
+
+
 def penalized():
     """With an L2 penalty, which goes down with activations, and state, in replicas."""
     keras.utils.set_random_seed(0)
@@ -104,6 +111,8 @@ WAYS = {
     "2bw": {"scheme": "2bw", "microbatches": 3, "calls_of": 2},
     "2bw, predicted": {"scheme": "2bw", "microbatches": 3, "horizon": 1.5, "calls_of": 3},
     "2bw, tied": {**TIED, "scheme": "2bw", "microbatches": 4, "calls_of": 1},
+    "2bw, products": {"scheme": "2bw", "microbatches": 3, "make": wide, "calls_of": 2},
+    "spectrain, products": {"horizon": "target", "microbatches": 2, "make": wide, "calls_of": 1},
     "an order of one's own": {"scheme": OWN, "calls_of": 2},
 }
 SYNCHRONOUS = {
@@ -170,7 +179,7 @@ def assert_same(found, wanted):
 
 # Those that differ in what is in flight; all others are slow tests.
 WIDE = ("spectrain, tied, adam", "spectrain, target", "spectrain, replicas", "spectrain, xla", "vanilla, words")
-WIDE += ("weight-stashing, recompute", "vertical-sync", "2bw, tied", "1f1b, replicas")
+WIDE += ("weight-stashing, recompute", "vertical-sync", "2bw, tied", "1f1b, replicas", "spectrain, products")
 
 
 @pytest.mark.parametrize("way", parameters.by_default([*WAYS, *SYNCHRONOUS], "spectrain", wide=WIDE))
@@ -280,13 +289,54 @@ def test_by_a_signal_a_run_is_stopped_as_it_is(train, tmp_path):
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_trained_otherwise_a_run_goes_on_without_what_was_in_flight_and_says_so(other, train, tmp_path):
-    """No minibatch is trained on twice: the last stage goes on where it was, the first ones lack a few updates."""
+def test_trained_otherwise_a_run_goes_on_without_what_was_in_flight(other, train, tmp_path):
     train(tmp_path, stop_after=20)
     pm, history, _ = train(tmp_path, **other)
     found = Store(tmp_path, 3).newest()[0].about
     assert int(pm.optimizer.iterations) == found["updates"] == EPOCHS * STEPS and found["position"] == [EPOCHS, 0]
     assert np.isfinite(history["loss"]).all()
+
+
+class Seen(keras.callbacks.Callback):
+    """Every step, with the counter of updates and the rate of the next one; and the rows of every epoch's metrics."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.rows, self._epoch = [], [], 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        optimizer = self.model.optimizer
+        made = int(optimizer.iterations)
+        self.steps.append((self._epoch, batch, made, float(optimizer.learning_rate)))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.rows += [float(metric.count) for metric in self.model.metrics if metric.name == "loss"]
+
+
+# Another layout for each way in flight: other cuts, which no tensor in flight fits.
+OTHERWISE = {name: {"cuts": networks.cuts(6, 3)} if "tied" in name else {"stages": 2} for name in WAYS}
+OTHERWISE |= {
+    "spectrain, replicas": {"replicas": (1, 2)},
+    "spectrain, many replicas": {"stages": 2, "replicas": (1, 2)},
+}
+ONCE = ("spectrain", "spectrain, tied, adam", "spectrain, schedule", "2bw", "vanilla, words")
+
+
+@pytest.mark.parametrize("way", parameters.by_default(WAYS, "spectrain, schedule", wide=ONCE))
+def test_in_another_layout_every_step_is_seen_once(way, train, tmp_path):
+    """Though stages had come further: with the updates and the rate that it has in a run that nobody stopped."""
+    whole, before, after = Seen(), Seen(), Seen()
+    train(callbacks=[whole], **WAYS[way])
+    train(tmp_path, stop_after=20, callbacks=[before], **WAYS[way])
+    found = Store(tmp_path, 3).newest()[0].about
+    assert found["in_flight"]["left"] is not None
+    done = found["updates"]
+    train(tmp_path, callbacks=[after], **{**WAYS[way], **OTHERWISE[way]})
+    assert before.steps[:done] + after.steps == whole.steps
+    assert after.rows == whole.rows == [ROWS] * EPOCHS
 
 
 @pytest.mark.wide
