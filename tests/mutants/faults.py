@@ -269,10 +269,17 @@ SIMULATION = [
         "A simulated acknowledgement takes the latency of its link.",
     ),
     Fault(
+        "gradients-gathered-in-parts",
+        "pipetrain/simulation/data_parallel.py",
+        "self._scatters = len(sinks) > 2 and setting.gradient_bytes is None",
+        "self._scatters = len(sinks) > 2",
+        "Compressed gradients are sent whole to every worker that needs the sum.",
+    ),
+    Fault(
         "share-of-a-divided-layer",
         "pipetrain/simulation/grid.py",
-        "return own * sum(self._counts[n] for n in self._grid.group(part)) / rows",
-        "return own * self._counts[device] / rows",
+        "            share = sum(self._counts[n] for n in self._grid.group(part)) / rows",
+        "            share = self._counts[device] / rows",
         "A simulated device computes its channels for all rows of its group.",
     ),
     Fault(

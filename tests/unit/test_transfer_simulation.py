@@ -25,7 +25,7 @@ from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.copies import estimated_step_s
 from pipetrain.simulation.data_parallel import Setting, simulate_plan
 from pipetrain.simulation.every_way import Chooser, choose
-from pipetrain.simulation.profiled import WORTH, auto, setting_of, workload_of
+from pipetrain.simulation.profiled import WORTH, auto, mean_step_s, setting_of, workload_of
 from pipetrain.trace.idle import packs
 from pipetrain.trace.trace import Trace
 
@@ -439,3 +439,25 @@ def test_one_of_them_is_taken_where_it_is_clearly_faster():
     light, slow = profiled(weight_bytes=10**6), joined(1e-9, 0.0)
     heavy = replace(light, blocks=tuple(replace(b, output_bytes=10**7) for b in light.blocks))
     assert choose(heavy, 2, slow).taken.name == "all-reduce"
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@given(workload=workloads(), steps=st.integers(1, 4))
+def test_compressed_gradients_are_sent_whole_to_every_other_worker(workers, workload, steps):
+    sent = tuple(size // 4 + 1 for size in workload.sizes_bytes)
+    setting = set_up(workload, workers, serves=False, gradient_bytes=sent)
+    trace = simulate_plan(setting, ORDERS["layerwise"](workload, False), steps)
+    owned = sum(sent[n] for n in workload.owner)
+    assert trace.transfers.size_bytes.sum() == steps * workers * (workers - 1) * owned
+
+
+@given(workloads(), st.integers(2, 4))
+def test_workers_that_join_their_weights_send_in_the_last_of_so_many_steps(workload, steps):
+    setting = set_up(workload, serves=False, join_steps=steps)
+    trace = simulate_plan(setting, ORDERS["layerwise"](workload, False), 2 * steps)
+    sending = {*trace.transfers[trace.transfers.size_bytes > 0].microbatch.tolist()}
+    assert sending <= {steps - 1, 2 * steps - 1}
+    assert trace.transfers.size_bytes.sum() == 2 * 2 * sum(workload.sizes_bytes[n] for n in workload.owner)
+    slow = replace(setting, join_steps=1)
+    plan = ORDERS["layerwise"](workload, False)
+    assert mean_step_s(setting, plan) <= mean_step_s(slow, plan) * (1 + 1e-9)
