@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from pipetrain.plan.cluster import size_bytes
 from pipetrain.schemes.compression import compression_of
-from pipetrain.schemes.options import DEFAULT_POLICY, OPTIONS, AsynchronousOptions, described, owners
+from pipetrain.schemes.options import DEFAULT_POLICY, OPTIONS, AsynchronousOptions, allowed, described, owners
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.synchrony import synchrony_of
 from pipetrain.schemes.table import GRID, HORIZONS
@@ -172,6 +172,7 @@ class _OfGrid:
 
 SCHEMES: dict[str, type[Any]] = {**OPTIONS, GRID: _OfGrid}
 KINDS = {  # where the field's type does not say it
+    "allow": text_for(allowed),
     "compression": text_for(compression_of),
     "grid": count,
     "horizon": horizon,

@@ -82,6 +82,7 @@ EXAMPLES = """examples:
   python -m pipetrain plan model.keras --devices 4 --scheme interleaved --chunks 3 --microbatches 8
   python -m pipetrain plan model.keras --devices 4 --scheme mine.csv
   python -m pipetrain plan model.keras --devices 4 --scheme auto --staleness predicted
+  python -m pipetrain plan model.keras --devices 4 --scheme auto --allow compression,local
   python -m pipetrain plan model.keras --devices 8 --cluster cluster.json --batch-size 256 --memory 16GiB
   python -m pipetrain plan model.keras --devices 8 --cluster cluster.json --batch-size 256 --balance
 
@@ -105,19 +106,21 @@ def add(commands: Any) -> None:
     about = "; decides on the memory, and what is compared (default: spectrain)"
     add_scheme(command, [*table.PIPELINES, table.AUTO], about, default="spectrain")
     add_balance(command)
-    add_scheme_options(command, ("horizon", "chunks", "staleness"), defaults={"staleness": STALENESS[0]})
+    add_scheme_options(command, ("horizon", "chunks", "staleness", "allow"), defaults={"staleness": STALENESS[0]})
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
-    if options.staleness != STALENESS[0]:
-        check_owned({"staleness": options.staleness}, *schemes_of([options.scheme], options))
+    asked = {"staleness": None if options.staleness == STALENESS[0] else options.staleness, "allow": options.allow}
+    check_owned(asked, *schemes_of([options.scheme], options))
     profile, cluster, training, of_microbatches, _ = given(options, [options.scheme], _check_planned)
     if options.balance:
         print(balance(options, profile, cluster))
         return
-    chooser = Chooser(profile, options.devices, cluster, training, of_microbatches, options.staleness)
+    chooser = Chooser(
+        profile, options.devices, cluster, training, of_microbatches, options.staleness, allow=options.allow or ()
+    )
     if options.scheme == table.AUTO:
         print(chooser.choice().explained())
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -170,15 +170,15 @@ class AutoStrategy(PipelineStrategy):
         planner: of the pipeline whose schedule is to be chosen, or of one stage.
         scheme: of that pipeline.
         devices: full names of all that may be used.
-        staleness: what may be chosen, see ``schemes.options.Auto``.
+        allow: what may be chosen, see ``schemes.options.Auto``.
         given: the arguments that the user gives.
     """
 
     def __init__(
-        self, planner: Planner, scheme: Scheme, devices: Sequence[str], staleness: str, given: Options
+        self, planner: Planner, scheme: Scheme, devices: Sequence[str], allow: Collection[str], given: Options
     ) -> None:
         super().__init__(planner, scheme)
-        self.devices, self._staleness, self.given = list(devices), staleness, given
+        self.devices, self._allow, self.given = list(devices), allow, given
 
     @property
     def readers(self) -> Sequence[str]:
@@ -203,7 +203,9 @@ class AutoStrategy(PipelineStrategy):
         cluster = described_for(self.model, self.devices, self.given.memory_bytes)
         mirrored = not any(map(is_remote, self.devices))
         training = planner.training._replace(microbatches=1)
-        return choose(whole, devices, cluster, training, of_microbatches, self._staleness, mirrored, layout)
+        return choose(
+            whole, devices, cluster, training, of_microbatches, mirrored=mirrored, layout=layout, allow=self._allow
+        )
 
     def explanation(self, batch_size: int, scheme: AnyScheme) -> Explanation:
         """The ways to train as a table, which would be taken, and its cut."""

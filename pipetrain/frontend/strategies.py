@@ -120,13 +120,13 @@ def _auto(model: keras.Model, options: Options, among: Options) -> Strategy:
         training = Training("single", recompute=options.recompute)
         layout, given = laid_out(chain, 1, None, None, on), None
     else:
-        check_synchronous(own.staleness, True)
+        check_synchronous(own.allowed, True)
         training = Training("1f1b", microbatches=options.microbatches or 1, recompute=options.recompute)
         layout = laid_out(chain, *options.layout, on, memory_bytes=options.memory_bytes)
         given = options.stages if isinstance(options.stages, Partition) else None
     # Without a limit of memory: what keeps to it is chosen with its schedule.
     planner = Planner(chain, layout, training, given)
-    return AutoStrategy(planner, training.chosen, on, own.staleness, options)
+    return AutoStrategy(planner, training.chosen, on, own.allowed, options)
 
 
 def _data_parallel(model: keras.Model, options: Options, among: Options) -> Strategy:

@@ -93,8 +93,9 @@ class Choice(Tabular):
 
     Its rows, for pandas and for CSV files, are the ways, the fastest by prediction first.
 
-    Taken is the simplest that fits the devices' memory and is within 3% of the fastest that fits; of the ways that were
-    tried, if any were. Ways that do not train as the unsplit model does are taken only where that is allowed.
+    Taken is the simplest that fits the devices' memory and is within 3% of the fastest that fits, an exact one if there
+    is one; of the ways that were tried, if any were. Ways that do not train as the unsplit model does are taken only
+    where that is allowed.
 
     Args:
         batch_size: rows of a minibatch.
@@ -162,7 +163,7 @@ class Choice(Tabular):
         """The way to train, without its cuts."""
         fastest_s = min(way.known_s for way in self._contenders)
         near = [way for way in self._contenders if way.known_s <= MARGIN * fastest_s]
-        return min(near, key=lambda way: (KINDS.index(way.kind), way.known_s))
+        return min(near, key=lambda way: (not way.is_exact, KINDS.index(way.kind), way.known_s))
 
     @property
     def near(self) -> list[Way]:

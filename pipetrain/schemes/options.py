@@ -6,7 +6,7 @@ the text of their help, and the kinds of values, from the same fields. The name 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from numbers import Real
@@ -37,6 +37,9 @@ from pipetrain.schemes.transfers.orders import ORDERS, check_order, check_server
 from pipetrain.schemes.transfers.plan import Plan
 
 STALENESS = ("none", "predicted")  # what ``auto`` may allow of the weights that gradients are made with
+# What ``auto`` may choose beside training that equals the unsplit model's: predicted weights, compressed gradients, and
+# workers that join their weights after some steps.
+ALLOWED = ("staleness", "compression", "local")
 DEFAULT_POLICY = {  # the options of ``table.scheme``
     "horizon": HORIZONS[0],
     "spike_compensation": False,
@@ -369,6 +372,9 @@ class Auto(SchemeOptions):
     Args:
         staleness: what it may choose: ``none``, training that equals the unsplit model's; or ``predicted``, pipelines
             that never drain, whose weights are predicted (``SpecTrain(horizon="target")``), too.
+        allow: what else it may choose, a tuple or a text with commas: ``staleness``, which is ``predicted`` above;
+            ``compression``, an all-reduce with compressed gradients; ``local``, one whose workers join their weights
+            after 8 steps. With the last two also both together.
     """
 
     name: ClassVar[str] = AUTO
@@ -380,9 +386,20 @@ class Auto(SchemeOptions):
             choices=STALENESS,
         ),
     )
+    allow: str | tuple[str, ...] = field(
+        default=(),
+        metadata=described(
+            f"what else may be taken, with commas between: {', '.join(ALLOWED)}", metavar="NAMES", by_default="nothing"
+        ),
+    )
 
     def _check(self) -> None:
-        check_staleness(self.staleness)
+        _ = self.allowed
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """What it may choose beside training that equals the unsplit model's."""
+        return allowed(self.allow, self.staleness)
 
 
 OPTIONS: dict[str, type[SchemeOptions]] = {
@@ -525,13 +542,13 @@ def check_owned(given: Mapping[str, Any], *schemes: AnyScheme) -> None:
 
 
 def _check_option(name: str, value: Any, scheme: str) -> None:
-    if name == "staleness":
+    if name in ("staleness", "allow"):
         if scheme != AUTO:
             raise ValueError(
-                f"Only scheme='auto' chooses by this. Received: staleness={value!r}, scheme={scheme!r}. "
+                f"Only scheme='auto' chooses by this. Received: {name}={value!r}, scheme={scheme!r}. "
                 "Try leaving it out, or scheme='auto'."
             )
-        check_staleness(value)
+        allowed(**({"allow": value} if name == "allow" else {"allow": (), "staleness": value}))
     elif scheme == AUTO:
         raise ValueError(
             f"With scheme='auto' this is chosen, too. Received: {name}={value!r}. Try leaving it out, or a scheme."
@@ -593,10 +610,25 @@ def check_staleness(staleness: Any) -> str:
     return str(staleness)
 
 
-def check_synchronous(staleness: str, is_laid_out: bool) -> None:
-    """Refuse predicted weights where the layout is given: the choice is then among synchronous schedules."""
-    if is_laid_out and staleness != STALENESS[0]:
+def allowed(allow: Any, staleness: str = STALENESS[0]) -> frozenset[str]:
+    """What is allowed beside exact training, of names in a text or a collection, and of ``staleness``.
+
+    Raises ValueError for a name that there is not.
+    """
+    names = [each.strip() for each in allow.split(",") if each.strip()] if isinstance(allow, str) else list(allow)
+    if unknown := [each for each in names if each not in ALLOWED]:
         raise ValueError(
-            f"With stages, cuts or replicas, the schedule is chosen among synchronous ones. Received: {staleness=}. "
-            "Try leaving them out, or scheme=pipetrain.SpecTrain(horizon='target')."
+            f"Unknown names. Received: allow={allow!r}, with {', '.join(map(str, unknown))}. "
+            f"Try some of: {', '.join(ALLOWED)}."
+        )
+    predicted = [ALLOWED[0]] if check_staleness(staleness) != STALENESS[0] else []
+    return frozenset([*names, *predicted])
+
+
+def check_synchronous(allow: Collection[str], is_laid_out: bool) -> None:
+    """Refuse what is not exact where the layout is given: the choice is then among synchronous schedules."""
+    if is_laid_out and allow:
+        raise ValueError(
+            "With stages, cuts or replicas, the schedule is chosen among synchronous ones. Received: "
+            f"allow={tuple(sorted(allow))!r}. Try leaving them out, or scheme=pipetrain.SpecTrain(horizon='target')."
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
 from pipetrain.plan.choice import BASELINE, SAME, Choice, Way, least_slowest_s
@@ -17,9 +18,10 @@ from pipetrain.plan.stages import Partition
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.options import (
     STALENESS,
+    AllReduce,
     AnyScheme,
     SpecTrain,
-    check_staleness,
+    allowed,
     check_synchronous,
     name_of,
     with_options,
@@ -35,6 +37,7 @@ TARGET = SpecTrain(horizon="target")
 TARGET_MICROBATCHES = (1, 2, 4, 8, 16)  # of it: at least a quarter of the stages
 ROUNDS = (1, 2, 4, 8)  # numbers of microbatches to try, in those of devices
 MOST = 8192  # microbatches of all devices together that are worth the time to simulate them
+SENT, LOCAL = ("int8", "int4", "top-k", "power-sgd"), "local:8"  # to try, where training need not be exact
 CHUNKS = (2, 3)  # stages a device to try, where a schedule leaves that open
 SUM_PASSES = 3  # over the weights' bytes: a sum of two gradients reads both and is written
 MOST_BLOCKS = 96  # of a chain while ways are compared; at least four for each device
@@ -56,9 +59,10 @@ class Chooser:
 
     Ways are ``single``; data parallelism, by ``all-reduce`` and ``parameter-server`` with the order of transfers that
     suits; the ``grid`` that sends the least; pipelines with every synchronous schedule; and ``hybrid`` ones with
-    several devices for slow stages. With ``staleness="predicted"`` also pipelines whose weights are predicted to one
-    target, which never drain. MirroredStrategy (``data-parallel``) and ``coded-reduce`` are there to compare with, and
-    not taken: what the latter is for, workers that are late, is not predicted.
+    several devices for slow stages. Where ``staleness`` is allowed, also pipelines whose weights are predicted to one
+    target, which never drain; where ``compression`` or ``local`` is, an all-reduce that sends less. MirroredStrategy
+    (``data-parallel``) and ``coded-reduce`` are there to compare with, and not taken: what the latter is for, workers
+    that are late, is not predicted.
 
     Args:
         profile: of whole minibatches.
@@ -69,6 +73,7 @@ class Chooser:
         staleness: ``none``, for training that equals the unsplit model's, or ``predicted``.
         mirrored: whether MirroredStrategy is possible: it is within one process.
         layout: of the pipelines, whose schedule alone is then chosen; None: any way.
+        allow: what is allowed beside training that equals the unsplit model's, see ``schemes.options.Auto``.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class Chooser:
         staleness: str = STALENESS[0],
         mirrored: bool = True,
         layout: PipelineLayout | None = None,
+        allow: str | Collection[str] = (),
     ) -> None:
         self._devices = checked_count("num_devices", num_devices, DEVICES, 4)
         profile = undisturbed(profile, of_microbatches)
@@ -88,10 +94,10 @@ class Chooser:
         self._profile, self._pieces = merged(profile, bounds), of_microbatches and merged(of_microbatches, bounds)
         self._whole = profile, of_microbatches
         self.cluster, self._training = acting(cluster or Cluster()), checked_training(training)
-        self._staleness, self._mirrored = check_staleness(staleness), mirrored
+        self._allow, self._mirrored = allowed(allow, staleness), mirrored
         self._layout, self._left_out = layout, list[str]()
         self._set_cut: Partition | None = None
-        check_synchronous(self._staleness, layout is not None)
+        check_synchronous(self._allow, layout is not None)
 
     def choice(self, as_set: tuple[Way, Partition] | None = None) -> Choice:
         """All ways, that which is set among them if one is, with its cut, and the one that is taken.
@@ -104,8 +110,8 @@ class Chooser:
             ways = [*self._pipelines(), one._replace(kind=BASELINE)]
         else:
             ways = [one, *self._copied, *self._pipelines(), *self._hybrids("1f1b", self._counts())]
-            if self._staleness == "predicted":
-                ways += self._predicted()
+            ways += self._predicted() if "staleness" in self._allow else ()
+            ways += self._sending_less()
         if as_set is not None:
             self._set_cut = as_set[1]
             ways = [way._replace(is_set=way.is_like(as_set[0])) for way in ways]
@@ -117,7 +123,7 @@ class Chooser:
             self._cut,
             self.cluster.memory_bytes,
             self._left_out,
-            self._staleness != STALENESS[0],
+            bool(self._allow),
         )
 
     def of(self, scheme: AnyScheme, microbatches: int | None = None) -> tuple[Way, Partition]:
@@ -180,6 +186,17 @@ class Chooser:
         parts = self._in(self._devices)
         blocks = tuple(block.longer(1.0, 1 + SUM_PASSES / UPDATE_PASSES) for block in parts.blocks)
         return replace(parts, blocks=blocks, microbatches=1)
+
+    def _sending_less(self) -> Iterator[Way]:
+        """An all-reduce with compressed gradients, with workers that join their weights after some steps, or both."""
+        compressions = SENT if "compression" in self._allow else ()
+        synchronies = (None, LOCAL) if "local" in self._allow else (None,)
+        for compression, synchrony in product((None, *compressions), synchronies):
+            if self._copies is not None and (compression or synchrony):
+                scheme = AllReduce(compression=compression, synchrony=synchrony)
+                way = self._copies.of(scheme)
+                if way is not None:
+                    yield way._replace(is_exact=False, family=f"all-reduce, {compression}, {synchrony}")
 
     def _pipelines(self) -> Iterator[Way]:
         """Each synchronous schedule with the microbatches that suit it, as far as there are blocks for its stages.
@@ -329,9 +346,11 @@ def choose(
     staleness: str = STALENESS[0],
     mirrored: bool = True,
     layout: PipelineLayout | None = None,
+    allow: str | Collection[str] = (),
 ) -> Choice:
     """Predict every way to train a profiled model on so many devices, and take the fastest that fits; see ``Chooser``.
 
     Raises NoPlan, a ValueError, if none fits the devices' memory.
     """
-    return Chooser(profile, num_devices, cluster, training, of_microbatches, staleness, mirrored, layout).choice()
+    chooser = Chooser(profile, num_devices, cluster, training, of_microbatches, staleness, mirrored, layout, allow)
+    return chooser.choice()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -24,7 +25,7 @@ from pipetrain.schemes.text_form import scheme_of, written
 from pipetrain.simulation import action_costs
 from pipetrain.simulation.action_costs import acting
 from pipetrain.simulation.comparison import compare
-from pipetrain.simulation.every_way import ROUNDS, Chooser, PipelineLayout, choose
+from pipetrain.simulation.every_way import LOCAL, ROUNDS, SENT, Chooser, PipelineLayout, choose
 from pipetrain.simulation.simulator import simulate
 
 UNIT_S = 2.0**-10
@@ -322,6 +323,24 @@ def test_a_scheme_that_is_an_object_is_set():
     assert [str(each) for each in chooser.choice(as_set).ways if each.is_set] == ["interleaved, chunks 3, M=4"]
     ahead, _ = chooser.of(SpecTrain(horizon="target"), 2)
     assert str(ahead) == "spectrain, horizon target, M=2"
+
+
+def test_ways_that_send_less_are_taken_only_where_they_are_allowed_and_gain():
+    sizes = {"weight_bytes": 4 * MIB, "output_bytes": 64 * MIB}  # no pipeline sends less than an all-reduce
+    heavy = replace(uneven(8), blocks=tuple(replace(block, **sizes) for block in uneven(8).blocks))
+    slow = Cluster((Level(Link(3e8, 1e-4)),))
+    exact = choose(heavy, 4, slow)
+    assert all(way.is_exact for way in exact.ways) and exact.taken.is_exact
+    less = choose(heavy, 4, slow, allow="compression, local")
+    kinds = {(way.told.get("compression"), way.told.get("synchrony")) for way in less.ways if not way.is_exact}
+    assert kinds == {*itertools.product((None, *SENT), (None, LOCAL))} - {(None, None)}
+    assert not less.taken.is_exact and less.taken.step_s < exact.taken.step_s
+    assert {way.told.get("compression") for way in choose(heavy, 4, slow, allow=("local",)).ways} == {None}
+    assert choose(chain(), 4, FAST, allow=("compression", "local")).taken.is_exact  # where nothing is to be gained
+    ahead = choose(heavy, 4, slow, allow=("staleness",)), choose(heavy, 4, slow, staleness="predicted")
+    assert len({tuple(map(str, each.ways)) for each in ahead}) == 1
+    with pytest.raises(ValueError, match="Unknown names"):
+        choose(heavy, 4, slow, allow="compresion")
 
 
 def test_options_of_schemes_without_stages_are_predicted():

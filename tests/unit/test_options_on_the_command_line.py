@@ -30,6 +30,7 @@ GIVEN = {  # what is written, and what it means
     "depth": ("2", 2),
     "stragglers": ("0", 0),
     "staleness": ("predicted", "predicted"),
+    "allow": ("compression,local", "compression,local"),
     "grid": ("2", "3", Grid(2, 3)),
 }
 WRONG = {
@@ -45,6 +46,7 @@ WRONG = {
     "depth": ["1.5"],
     "stragglers": ["-1"],
     "staleness": ["some"],
+    "allow": ["compression,all"],
     "grid": ["2"],
 }
 
@@ -140,7 +142,7 @@ def test_a_command_line_has_options_and_words_of_its_own():
 @pytest.mark.parametrize(
     ("command", "wanted"),
     [
-        ("plan", "horizon chunks staleness"),
+        ("plan", "horizon chunks staleness allow"),
         ("simulate", "horizon chunks order compression synchrony servers children depth stragglers grid"),
         ("schedule", "chunks"),
     ],

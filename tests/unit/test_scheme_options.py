@@ -39,6 +39,7 @@ VALUES = {
     "depth": 2,
     "stragglers": 1,
     "staleness": "predicted",
+    "allow": "compression,local",
 }
 
 
