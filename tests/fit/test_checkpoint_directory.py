@@ -13,8 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import keras
@@ -242,6 +244,14 @@ class At(keras.callbacks.Callback):
         self._of_step.get(batch, lambda: None)()
 
 
+def is_written(folder):
+    """Wait for the first checkpoint, which a thread writes while training goes on."""
+    until_s = time.monotonic() + 30
+    while not any(name.startswith("step-") for name in names(folder)):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
 def fill(folder):
     """Let no byte be left there."""
     with suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
@@ -256,7 +266,7 @@ def fill(folder):
 def test_on_a_full_disk_checkpoints_that_are_there_stay(mounted, capsys):
     """Training goes on, and so do checkpoints when there is room again."""
     folder = mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs")
-    fit(folder, [At(_2=lambda: fill(folder), _4=(folder / "full").unlink)])
+    fit(folder, [At(_2=lambda: (is_written(folder), fill(folder)), _4=(folder / "full").unlink)])
     said = capsys.readouterr().out
     assert "The checkpoint of step 3 could not be written (No space left on device); the newest is step-000000" in said
     assert not [name for name in names(folder) if not name.startswith("step-")]
@@ -289,7 +299,8 @@ def test_a_file_that_may_grow_no_further_is_not_left_half_written(limit, tmp_pat
 def test_a_read_only_folder_is_refused_or_where_it_becomes_one_told(mounted, tmp_path, capsys):
     """Whoever runs the program; what is there stays."""
     folder, over = mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs"), []
-    fit(folder, [At(_3=lambda: over.append(mounted("--bind", "-o", "ro", str(folder), at=folder)))])
+    read_only = partial(mounted, "--bind", "-o", "ro", str(folder), at=folder)
+    fit(folder, [At(_3=lambda: (is_written(folder), over.append(read_only())))])
     assert "could not be written (Read-only file system); the newest is step-0000000" in capsys.readouterr().out
     before = names(folder)
     assert [name for name in before if name.startswith("step-")]
@@ -347,6 +358,7 @@ def test_one_bit_that_is_another_anywhere_is_told_or_changes_nothing(bit, tmp_pa
 
 WRITER = """
 import sys
+import time
 import numpy as np
 from pipetrain.checkpoint.store import Store
 store = Store(sys.argv[1], 3)
