@@ -366,8 +366,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._replica_is_due = False
         if self._session.drains:
             raise ValueError(
-                "What is in flight in this pipeline is known to its threads alone, and cannot be replicated while it "
-                f"trains. Received: replicate={MEMORY!r}, scheme={self.model.scheme!r} run by threads "
+                "To have the state would change this training: threads alone know what is in flight, or workers would "
+                f"join their weights. Received: replicate={MEMORY!r}, scheme={self.model.scheme!r} "
                 "(docs/guide/checkpoints.md says when). Try replicate=None."
             )
         self._end_replicating()
@@ -422,7 +422,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         if writing.is_over and writing.error is not None:
             self._tell_of_failure(writing.step, writing.error)
         elif writing.is_over and not writing.is_written:
-            self._tell_of_spoiled(f"Weights of step {writing.step} are not finite")
+            self._tell_of_spoiled(f"Weights or slots of step {writing.step} are not finite")
         else:
             self._pace.ended(self._stood_s + writing.busy_s)
 
@@ -554,5 +554,7 @@ def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
     names = {"scheme": "scheme", "optimizer": "optimizer", "begun_rate": "learning rate", "batch_size": "batch size"}
     more = [f"{name} {now[key]} instead of {then[key]}" for key, name in names.items() if now[key] != then[key]]
     options, were = now["options"], then.get("options", now["options"])  # of old checkpoints nothing is known
-    more += [f"{name} {options[name]} instead of {was}" for name, was in were.items() if options[name] != was]
+    for name in dict.fromkeys((*options, *were)):
+        mine, was = options.get(name), were.get(name)
+        more += [f"{name} {mine} instead of {was}"] if mine != was else []
     return [*different, *more]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections import Counter
@@ -110,6 +111,7 @@ def _pass_over(epoch_iterator: Any, steps: Iterator[Any]) -> None:
 
 
 Arrays = dict[str, np.ndarray]
+OF_WORKER = re.compile(r"_of_worker_\d+$")  # how the kinds of slots end that each worker has
 
 
 class RunState(NamedTuple):
@@ -183,7 +185,7 @@ def assign(model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: It
     missing = set()
     for slot in slots:
         if not _assign(slot.variable, arrays.get(f"slot/{numbers[id(slot.weight)]}/{slot.kind}")):
-            missing.add(slot.kind.strip("_"))
+            missing.add(OF_WORKER.sub("", slot.kind.strip("_")))
     for variables in shared:
         for n, variable in enumerate(variables):
             _assign(variable, arrays.get(f"shared/{n}"))

@@ -82,8 +82,9 @@ def check_backup(callbacks: Sequence[Any], scheme: str, beside_slots: Callable[[
     backs_up = any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks)
     if backs_up and (left_out := beside_slots()):
         raise ValueError(
-            f"Training would not go on as it was: to predict weights, {scheme!r} remembers more of the last step than "
-            f"a Keras file holds. Received: callbacks with BackupAndRestore, which leaves out {[*left_out]}. "
+            f"Training would not go on as it was: to predict weights or to send less, {scheme!r} remembers more of the "
+            "last steps than a Keras file holds. Received: callbacks with BackupAndRestore, which leaves out "
+            f"{[*left_out]}. "
             "Try pipetrain.callbacks.PipelineCheckpoint."
         )
 

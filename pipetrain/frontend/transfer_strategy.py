@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import assign, collected
+from pipetrain.checkpoint.state import OF_WORKER, assign, collected
 from pipetrain.cluster.bandwidth import message_work
 from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.split import size_bytes, specs
@@ -160,13 +160,15 @@ class TransferStrategy(RunnerStrategy):
         if isinstance(self._order, Plan) and self._order.late.packs and self._synchrony:
             raise ValueError(
                 "Workers with weights of their own send nothing late. Received: an order with late packs, "
-                f"synchrony={str(self._synchrony)!r}. Try these packs among its pushes."
+                f"synchrony={self._synchrony!r}. Try these packs among its pushes."
             )
         if isinstance(self._order, Plan) and self._order.late.packs:
             check_whole(owner.optimizer, self._scheme.name, "weights that the plan updates late")
         self._momentum = 0.0
-        if self._compression is not None and self._synchrony is None:
-            self._momentum = self._compression.corrected(plain_momentum(stepping(owner.optimizer)))
+        if self._compression is not None:
+            # An embedding's rows are sent as they are, and have no momentum but the optimizer's.
+            is_one = self._synchrony is None and not embeddings(self.model, self.model.trainable_variables)
+            self._momentum = self._compression.corrected(is_one * plain_momentum(stepping(owner.optimizer)))
         super().compiled(owner, loss, jit_compile)
         self._plans = {}
 
@@ -182,9 +184,28 @@ class TransferStrategy(RunnerStrategy):
         ]
         self._compressor = self._new_compressor()
         self._outer = OuterStep(self._synchrony, self._weights) if self._synchrony else None
+        for number, weights in enumerate(self._weights if self._outer else ()):
+            weights.apart = number
         kept = [each.slots() for each in (self._compressor, self._outer) if each is not None]
         self._weights[0].worker_slots = [slot for slots in kept for slot in slots]
         return [list[Stage](self._weights)]
+
+    def _prepare(self, rows: int | None, shapes: Shapes | None) -> None:
+        """Beside what all strategies do, workers with optimizers of their own begin with what the compiled one has."""
+        had = {slot.kind for slot in self._stages.slots()}
+        super()._prepare(rows, shapes)
+        if self._outer is not None and not any(OF_WORKER.search(kind) for kind in had):
+            self._outer.take_slots()
+
+    @property
+    def drains(self) -> bool:
+        """Whether to have the state changes training: workers are joined for it."""
+        return self._synchrony is not None or super().drains
+
+    def _kinds_beside(self) -> list[str]:
+        kept = {OF_WORKER.sub("", slot.kind) for slot in self._weights[0].worker_slots}
+        apart = {"each worker's own slots"} if self._outer is not None else set()
+        return [*super()._kinds_beside(), *sorted(kept | apart)]
 
     def _new_compressor(self) -> Compressor | None:
         """What sums compressed gradients."""
@@ -359,4 +380,7 @@ class TransferStrategy(RunnerStrategy):
     def _planned(self, rows: int | None) -> dict[Plan, float]:
         """The plans of the order as simulated, measured where it depends on that."""
         rows_alone = embeddings(self.model, self._segment.trainable_variables)
-        return planned(self._order, self._setting(rows, is_measured(self._order)), rows_alone, self._needs_all)
+        setting = replace(self._setting(rows, is_measured(self._order)), join_steps=1)  # as when all is sent
+        plans = planned(self._order, setting, rows_alone, self._needs_all)
+        # What the steps between two joins take does not depend on the order: trials of few steps would tell nothing.
+        return plans if self._synchrony is None else dict([*plans.items()][:1])

@@ -61,14 +61,13 @@ class StepRunner(Stepwise):
         super().__init__([worker.device for worker in workers], settings, rate)
         self._weights, self._workers, self._outer = list(weights), list(workers), outer
         self._rows, self.sends_ahead, rows.lost = rows, rows.sends_ahead, self._lost
-        self._shares: dict[
-            tuple[str, float], Shares
-        ] = {}  # on the devices, since the weights were taken from the model
+        self._shares: dict[tuple[str, float], Shares] = {}  # on devices, since the weights were taken from the model
         self.plan, self._steps = plan, steps
         self._step: Any = None
         self._known: dict[Plan, Any] = {}  # what ran steps by other plans
         self._late_rate: float | None = None  # of the step whose late gradients wait
         self._waiting = False  # whether there are any
+        self._apart = False  # whether workers have weights of their own
 
     def takes(self, plan: Plan) -> bool:
         """Whether its steps can be by this plan, too: the same variables are updated late."""
@@ -120,8 +119,10 @@ class StepRunner(Stepwise):
             self._step.prepare()
         start_s = time.perf_counter()
         try:
-            joins = {} if self._outer is None else {"joins": not self._is_apart(self._steps_done + 1)}
-            result, sent = self._step(rows, self._waiting, settings.exact_times, **joins)
+            joins = self._outer is None or (self._steps_done + 1) % self._outer.options.steps == 0
+            when = {} if self._outer is None else {"joins": joins}
+            result, sent = self._step(rows, self._waiting, settings.exact_times, **when)
+            self._apart = not joins
         finally:
             self._rows.let_go()
         self._note(start_s, result.times, sent, [each.worker for each in rows])
@@ -172,13 +173,10 @@ class StepRunner(Stepwise):
         if any(changed):
             self._await_writes()
 
-    def _is_apart(self, steps: int) -> bool:
-        """Whether workers have weights of their own after so many steps since these were taken from the model."""
-        return self._outer is not None and steps % self._outer.options.steps > 0
-
     def _flush(self) -> None:
-        if self._is_apart(self._steps_done) and self._step is not None:
+        if self._apart and self._step is not None:
             self._step.join()
+            self._apart = False
         if self._waiting and self._step is not None:
             self._set_rates(None)
             self._step.flush()
@@ -192,6 +190,7 @@ class StepRunner(Stepwise):
         for group in self._weights[0].groups:
             counts[self.plan.are_late(group.numbers)] = int(count_of(group.optimizer).numpy())
         self._steps_done = counts[False] - settings.updates
+        self._apart = self._outer is not None and self._outer.is_apart
         self._waiting = self._step is not None and self._step.is_late and counts[True] < counts[False]
 
     def _load(self, settings: RunSettings) -> None:
@@ -201,7 +200,7 @@ class StepRunner(Stepwise):
             self._retraced()
         self._await_writes()
         self._workers[0].prepare(self._workers[1:], self._weights[0].assigned)
-        self._waiting, self._shares = False, {}
+        self._waiting, self._apart, self._shares = False, False, {}
         if self._outer is not None:
             self._outer.begin()
             self._await_writes()

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from pipetrain.schemes.arguments import checked_bool, checked_count
 from pipetrain.schemes.table import TRANSFERRING
 
-MANY = 1000  # elements, of which a share is sent
+ELEMENTS = 1000  # of which a share is sent
 FLOAT_BYTES, INDEX_BYTES = 4, 4  # of a scale or a kept value, and of its place
 
 
@@ -25,12 +25,15 @@ class Compression:
 
     ``error_feedback`` is whether what a message lacks is added to the next one. ``is_random`` says whether a message
     depends on random numbers: they are those of the step, the same in every run.
+
+    One of your own is a subclass with ``encode(values)``, which gives a list of tensors of fixed shapes for a
+    gradient of one dimension, and ``decode(parts)``; it may say its bytes by ``sent_bytes``.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "own"
     first_option: ClassVar[str] = ""  # whose value may follow the name
     is_random: ClassVar[bool] = False
-    error_feedback: bool
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError, TypeError for values that the compression cannot have."""
@@ -46,10 +49,11 @@ class Compression:
 
     def sent_bytes(self, shape: Sequence[int], item_bytes: int = FLOAT_BYTES) -> int:
         """The bytes of a message of a gradient of this shape, whose elements have so many; never more than those."""
-        return min(self._bytes(shape), math.prod(shape) * item_bytes)
+        return min(self._bytes(shape, item_bytes), math.prod(shape) * item_bytes)
 
-    def _bytes(self, shape: Sequence[int]) -> int:
-        raise NotImplementedError
+    def _bytes(self, shape: Sequence[int], item_bytes: int) -> int:
+        """Of a compression of one's own that does not say it, as large as the gradient."""
+        return math.prod(shape) * item_bytes
 
     def corrected(self, momentum: float) -> float:
         """The momentum by which devices sum their gradients, in place of the optimizer that has it: none."""
@@ -63,7 +67,7 @@ class BFloat16(Compression):
     name: ClassVar[str] = "bfloat16"
     error_feedback: bool = False
 
-    def _bytes(self, shape: Sequence[int]) -> int:
+    def _bytes(self, shape: Sequence[int], item_bytes: int) -> int:
         return 2 * math.prod(shape)
 
 
@@ -105,7 +109,7 @@ class Int8(Compression):
         """How many steps the largest element of a block has."""
         return int(2 ** (self.bits - 1)) - 1
 
-    def _bytes(self, shape: Sequence[int]) -> int:
+    def _bytes(self, shape: Sequence[int], item_bytes: int) -> int:
         count = math.prod(shape)
         return math.ceil(count * self.bits / 8) + FLOAT_BYTES * math.ceil(count / self.block)
 
@@ -136,7 +140,7 @@ class Sign(Compression):
     name: ClassVar[str] = "sign"
     error_feedback: bool = True
 
-    def _bytes(self, shape: Sequence[int]) -> int:
+    def _bytes(self, shape: Sequence[int], item_bytes: int) -> int:
         return math.ceil(math.prod(shape) / 8) + FLOAT_BYTES
 
 
@@ -154,8 +158,9 @@ class TopK(Compression):
     Args:
         share: of the elements, above 0 up to 1.
         error_feedback: see ``Compression``.
-        momentum_correction: ``"auto"``: for Keras' SGD with a momentum that is not Nesterov's, and error feedback;
-            True: ValueError for other optimizers; False: never.
+        momentum_correction: ``"auto"``: with error feedback, for Keras' SGD with a momentum that is not Nesterov's and
+            nothing that clips or accumulates gradients, of models without embeddings; True: ValueError where that is
+            not so; False: never.
     """
 
     name: ClassVar[str] = "top-k"
@@ -165,7 +170,7 @@ class TopK(Compression):
     momentum_correction: bool | str = "auto"
 
     def _check(self) -> None:
-        checked_share(self.share)
+        check_share(self.share)
         if self.momentum_correction != "auto":
             checked_bool("momentum_correction", self.momentum_correction, "Momentum is corrected, or it is not")
 
@@ -176,19 +181,19 @@ class TopK(Compression):
         """
         if self.momentum_correction is True and not (momentum and self.error_feedback):
             raise ValueError(
-                "Momentum correction needs error feedback, and Keras' SGD with a momentum that is not Nesterov's. "
-                f"Received: compression={self!r}. Try keras.optimizers.SGD(..., momentum=0.9), or "
-                "momentum_correction='auto'."
+                "Momentum correction needs error feedback, and Keras' SGD with a momentum that is not Nesterov's and "
+                "with nothing that clips or accumulates gradients; no embeddings, and a join in every step. Received: "
+                f"compression={self!r}. Try momentum_correction='auto'."
             )
-        is_whole = self.sent_bytes((MANY,)) == MANY * FLOAT_BYTES
+        is_whole = self.sent_bytes((ELEMENTS,)) == ELEMENTS * FLOAT_BYTES
         return momentum if self.momentum_correction and self.error_feedback and not is_whole else 0.0
 
     def count(self, shape: Sequence[int]) -> int:
         """How many elements of a variable of this shape are sent."""
         return max(1, math.ceil(self.share * math.prod(shape)))
 
-    def _bytes(self, shape: Sequence[int]) -> int:
-        return (FLOAT_BYTES + INDEX_BYTES) * self.count(shape)
+    def _bytes(self, shape: Sequence[int], item_bytes: int) -> int:
+        return (item_bytes + INDEX_BYTES) * self.count(shape)
 
 
 @dataclass(frozen=True)
@@ -207,8 +212,8 @@ class RandomK(TopK):
     name: ClassVar[str] = "random-k"
     is_random: ClassVar[bool] = True
 
-    def _bytes(self, shape: Sequence[int]) -> int:
-        return FLOAT_BYTES * self.count(shape)
+    def _bytes(self, shape: Sequence[int], item_bytes: int) -> int:
+        return item_bytes * self.count(shape)
 
 
 @dataclass(frozen=True)
@@ -240,9 +245,9 @@ class PowerSGD(Compression):
         rows, columns = math.prod(shape[:-1]), shape[-1]
         return (rows, columns) if self.rank * (rows + columns) < rows * columns else None
 
-    def _bytes(self, shape: Sequence[int]) -> int:
+    def _bytes(self, shape: Sequence[int], item_bytes: int) -> int:
         sides = self.sides(shape)
-        return FLOAT_BYTES * (self.rank * sum(sides) if sides else math.prod(shape))
+        return FLOAT_BYTES * self.rank * sum(sides) if sides else item_bytes * math.prod(shape)
 
 
 COMPRESSIONS: dict[str, type[Compression]] = {
@@ -260,11 +265,10 @@ def check_compression(given: Any, scheme: str) -> None:
         )
 
 
-def checked_share(share: Any) -> float:
-    """A share of the elements. Raises ValueError for what is none."""
+def check_share(share: Any) -> None:
+    """Raise ValueError for what is no share of the elements."""
     if isinstance(share, bool) or not isinstance(share, Real) or not 0 < float(share) <= 1:
         raise ValueError(f"A share is above 0 and at most 1. Received: share={share!r}. Try share=0.01.")
-    return float(share)
 
 
 def compression_of(given: Any) -> Compression | None:

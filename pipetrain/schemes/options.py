@@ -17,7 +17,7 @@ from pipetrain.schemes.coded_reduce import Tree, checked_tree
 from pipetrain.schemes.compression import COMPRESSIONS, Compression, check_compression, compression_of
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.synchrony import LocalSGD, check_synchrony
+from pipetrain.schemes.synchrony import LocalSGD, check_synchrony, synchrony_of
 from pipetrain.schemes.table import (
     AUTO,
     CODED,
@@ -462,7 +462,11 @@ def check_microbatches(microbatches: Any, scheme: AnyScheme) -> None:
 
 
 def policy_of(scheme: AnyScheme) -> dict[str, Any]:
-    """All options of ``table.scheme`` that the scheme has, as JSON can hold them."""
+    """What of a scheme's options decides on the weights, as JSON can hold it: of ``table.scheme``, and what is sent."""
+    if isinstance(scheme, TransferOptions):
+        synchrony = synchrony_of(scheme.synchrony) if isinstance(scheme, AllReduce) else None
+        sent = {"compression": compression_of(scheme.compression), "synchrony": synchrony}
+        return {**DEFAULT_POLICY, **{name: str(each) for name, each in sent.items() if each is not None}}
     return scheme.policy if isinstance(scheme, AsynchronousOptions) else dict(DEFAULT_POLICY)
 
 
@@ -628,7 +632,8 @@ def allowed(allow: Any, staleness: str = STALENESS[0]) -> frozenset[str]:
 def check_synchronous(allow: Collection[str], is_laid_out: bool) -> None:
     """Refuse what is not exact where the layout is given: the choice is then among synchronous schedules."""
     if is_laid_out and allow:
+        asked = f"staleness={STALENESS[1]!r}" if {*allow} == {ALLOWED[0]} else f"allow={tuple(sorted(allow))!r}"
         raise ValueError(
-            "With stages, cuts or replicas, the schedule is chosen among synchronous ones. Received: "
-            f"allow={tuple(sorted(allow))!r}. Try leaving them out, or scheme=pipetrain.SpecTrain(horizon='target')."
+            f"With stages, cuts or replicas, the schedule is chosen among synchronous ones. Received: {asked}. "
+            "Try leaving them out, or scheme=pipetrain.SpecTrain(horizon='target')."
         )

@@ -46,7 +46,8 @@ class LocalSGD:
         _check("momentum", self.momentum, 0.9, "The outer step's momentum is in [0, 1)", lambda each: 0 <= each < 1)
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.steps}"
+        outer = "" if (self.rate, self.momentum) == (1, 0) else f", rate {self.rate:g}, momentum {self.momentum:g}"
+        return f"{self.name}:{self.steps}{outer}"
 
     @property
     def is_plain(self) -> bool:
@@ -74,7 +75,7 @@ def synchrony_of(given: Any) -> LocalSGD | None:
     name, _, steps = given.partition(":")
     if name == SYNCHRONOUS and not steps:
         return None
-    if name != LocalSGD.name or (steps and not steps.isdigit()):
+    if name != LocalSGD.name or (steps and not (steps.isascii() and steps.isdecimal())):
         raise ValueError(f"Unknown synchrony. Received: synchrony={given!r}. Try {SYNCHRONOUS!r}, or 'local:8'.")
     return synchrony_of(LocalSGD(**({"steps": int(steps)} if steps else {})))
 

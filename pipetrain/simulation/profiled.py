@@ -46,7 +46,7 @@ def simulate_order(
         cluster: how they are joined. A link's latency is what a message takes beside its bytes: between TensorFlow's
             processes about half a millisecond and what the network takes.
         order: of the transfers.
-        minibatches: how many are trained.
+        minibatches: how many are trained, at least as many as lead to a join.
         servers: on how many of the devices the weights are, from the first one on, each layer's on one; by default on
             all, and then, where they share their memory, an equal part of every variable on each, which is how
             TensorFlow's threads work.
@@ -62,7 +62,7 @@ def simulate_order(
     check_servers(servers, scheme)
     setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers, compression, synchrony)
     plan = auto(setting) if order == AUTO else ORDERS[order](setting.workload, setting.serves)
-    return simulate_plan(setting, plan, minibatches, **options)
+    return simulate_plan(setting, plan, max(minibatches, setting.join_steps), **options)
 
 
 def squarish(elements: int) -> tuple[int, int]:

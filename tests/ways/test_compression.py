@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import inside
 import keras
 import networks
 import numpy as np
 import parameters
 import pytest
+import tensorflow as tf
 from checkpointed import STEPS
 from checkpointed import run as checkpointed
 from transfer_models import words
 
 import pipetrain
-from pipetrain.schemes.compression import COMPRESSIONS, TopK
+from pipetrain.schemes.compression import COMPRESSIONS, Compression, TopK
 
 EVERY = tuple(COMPRESSIONS)
 DEVICES = ("CPU:0", "CPU:1", "CPU:2")
@@ -151,15 +154,62 @@ def test_momentum_that_cannot_be_corrected_is_refused():
 
 
 def test_rows_of_embeddings_are_sent_as_they_are():
-    rng = np.random.default_rng(0)
+    """With few elements of everything else, whose momentum stays the optimizer's then."""
+    rows = np.arange(60 * 6).reshape(60, 6) % 20
+    pm = trained("all-reduce", (rows, np.arange(60) % 5), words(), compression=TopK(share=0.1))
+    assert not any(slot.kind.startswith("velocity") for slot in inside.strategy(pm)._stages.slots())
+    left = {id(slot.weight) for slot in inside.strategy(pm)._stages.slots() if slot.kind.startswith("residual")}
+    assert id(pm.model.trainable_variables[0]) not in left and id(pm.model.trainable_variables[1]) in left
+
+
+@pytest.mark.parametrize("compression", parameters.by_default(EVERY, "float16", "top-k", "int4"))
+@pytest.mark.parametrize("spoiled", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_not_hidden(compression, spoiled):
+    x, y = networks.data(20)
     pm = networks.pipeline(
-        words(), keras.optimizers.SGD(0.05), scheme="all-reduce", devices=DEVICES, stages=None, compression="top-k:1.0"
+        networks.mlp(2, 16), scheme="all-reduce", devices=DEVICES, stages=None, compression=compression
     )
-    single = words()
-    single.compile(keras.optimizers.SGD(0.05), networks.crossentropy())
-    for model in (pm, single):
-        networks.fit(model, rng.integers(0, 20, (60, 6)) * 0 + np.arange(6), np.arange(60) % 5)
-    networks.assert_close(pm.get_weights(), single.get_weights())
+    networks.fit(pm, x, y)
+    x[3] = spoiled
+    with pytest.raises(FloatingPointError):
+        networks.fit(pm, np.concatenate([x, x]), np.concatenate([y, y]))
+
+
+def test_one_of_ones_own_trains_and_a_device_may_be_given_twice():
+    class Rounded(Compression):
+        """Sixteenths."""
+
+        def encode(self, values):
+            return [tf.cast(tf.round(values * 16), tf.int32)]
+
+        def decode(self, parts):
+            return tf.cast(parts[0], tf.float32) / 16
+
+    pm = trained(compression=Rounded())
+    assert np.isfinite(pm.evaluate(*DATA, verbose=0)[0])
+    with_feedback = {"order": "none", "compression": "int4", "stages": None}
+    for scheme in ("all-reduce", "parameter-server"):
+        keras.utils.set_random_seed(0)
+        pm = networks.pipeline(networks.mlp(3, 16), scheme=scheme, devices=("CPU:0", "CPU:0"), **with_feedback)
+        networks.fit(pm, *DATA)
+        kinds = {slot.kind for slot in inside.strategy(pm)._stages.slots() if slot.kind.startswith("residual")}
+        assert kinds == {"residual_of_worker_0", "residual_of_worker_1"}
+        for n in range(2):
+            left = [s.variable for s in inside.strategy(pm)._stages.slots() if s.kind == f"residual_of_worker_{n}"]
+            assert any(keras.ops.convert_to_numpy(each).any() for each in left)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_other_types_of_numbers(dtype):
+    for compression in ("top-k:0.2", "int8"):
+        layers = [keras.layers.Dense(8, "tanh", dtype=dtype), keras.layers.Dense(networks.CLASSES, dtype=dtype)]
+        model = keras.Sequential([keras.Input((networks.FEATURES,), dtype=dtype), *layers])
+        pm = networks.pipeline(model, scheme="all-reduce", devices=DEVICES, stages=None, compression=compression)
+        networks.fit(pm, DATA[0].astype("float32"), DATA[1])
+        like = inside.strategy(pm)._compressor._codecs
+        planned = inside.strategy(pm)._gradient_bytes()
+        for n, codec in like.items():
+            assert planned[n] == sum(each.dtype.size * each.shape.num_elements() for each in codec.parts)
 
 
 def test_only_data_parallelism_by_messages_compresses():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import keras
 import networks
 import numpy as np
@@ -16,6 +17,7 @@ from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 
 DEVICES = ("CPU:0", "CPU:1", "CPU:2")
 DATA = networks.data(70)
+NESTEROV = LocalSGD(steps=4, rate=0.7, momentum=0.9)
 
 
 def trained(synchrony=None, data=DATA, make=networks.small, optimizer=None, devices=DEVICES, rows=20, **settings):
@@ -92,6 +94,83 @@ def test_a_run_that_is_stopped_goes_on_bitwise(compression, tmp_path):
     assert history is None
     again, _ = checkpointed(tmp_path / "stopped", **way)
     networks.assert_equal(again.get_weights(), whole.get_weights())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: keras.optimizers.SGD(0.05, momentum=0.9), lambda: keras.optimizers.Adam(0.01)]
+)
+def test_checkpoints_at_joins_change_nothing(make, tmp_path):
+    """Each worker's optimizer keeps what it has gathered through a drain, and through a resume."""
+    way = {"scheme": "all-reduce", "devices": DEVICES, "order": "none", "synchrony": "local:2"}
+    whole, _ = checkpointed(tmp_path / "whole", optimizer=make(), every_steps=None, **way)
+    often, _ = checkpointed(tmp_path / "often", optimizer=make(), every_steps=2, **way)
+    _, history = checkpointed(tmp_path / "stopped", stop_after=STEPS + 3, optimizer=make(), every_steps=4, **way)
+    assert history is None
+    again, _ = checkpointed(tmp_path / "stopped", optimizer=make(), every_steps=4, **way)
+    for pm in (often, again):
+        networks.assert_equal(trained_weights(pm), trained_weights(whole))
+
+
+def trained_weights(pm):
+    return [each.numpy() for each in pm.model.trainable_variables]
+
+
+def test_a_look_at_weights_joins_them_once():
+    """An outer step with momentum moves weights even where workers have not moved: there is one at most at a step."""
+    x, y = networks.data(60)
+    found = []
+    for after in (False, True):
+        keras.utils.set_random_seed(0)
+        pm = networks.in_way(networks.small(), scheme="all-reduce", devices=DEVICES, order="none", synchrony=NESTEROV)
+        pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy())
+        looks = [pipetrain.callbacks.Snapshots(3, lambda *given: None)] if after else []
+        pm.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0, callbacks=looks)
+        found.append(pm.get_weights())
+    networks.assert_equal(*found)  # the look is at the epoch's end, where workers are joined anyway
+
+
+@pytest.mark.parametrize("compression", [None, "random-k:0.3"])
+def test_workers_without_rows_are_at_the_same_step(compression):
+    """The last minibatch has one row, which one of three workers has; all go on with the same random numbers."""
+    keras.utils.set_random_seed(0)
+    way = {"order": "none", "synchrony": "local:2", "compression": compression, "devices": DEVICES}
+    pm = networks.in_way(networks.small(), scheme="all-reduce", **way)
+    pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy())
+    x, y = networks.data(61)
+    pm.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0)
+    assert len({int(w.groups[0].optimizer.iterations) for w in inside.strategy(pm)._weights}) == 1
+    first, *others = ([each.numpy() for each in w.variables] for w in inside.strategy(pm)._weights)
+    for other in others:
+        networks.assert_equal(other, first)
+
+
+def test_a_loss_that_is_a_sum_takes_as_long_steps_as_without():
+    data = networks.data(60)
+    loss = networks.crossentropy(reduction="sum")
+    found = []
+    for synchrony in (None, LocalSGD(steps=1, rate=1 - 1e-7)):
+        keras.utils.set_random_seed(0)
+        pm = networks.in_way(networks.small(), scheme="all-reduce", devices=DEVICES, order="none", synchrony=synchrony)
+        pm.compile(keras.optimizers.SGD(0.001), loss)
+        networks.fit(pm, *data, batch_size=15)
+        found.append(pm.get_weights())
+    networks.assert_close(*found)
+
+
+def test_what_changes_is_told_where_a_run_goes_on(tmp_path, capsys):
+    way = {"scheme": "all-reduce", "devices": DEVICES, "order": "none"}
+    checkpointed(tmp_path, stop_after=STEPS + 3, compression="top-k:0.2", **way)
+    checkpointed(tmp_path, compression="int4", synchrony="local:2", verbose=2, **way)
+    said = capsys.readouterr().out
+    assert "compression int4 instead of top-k:0.2" in said and "synchrony local:2 instead of None" in said
+    assert "of_worker" not in said
+
+
+def test_keras_backup_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="PipelineCheckpoint"):
+        pm = networks.in_way(networks.small(), scheme="all-reduce", devices=DEVICES, compression="top-k")
+        pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy())
+        networks.fit(pm, *networks.data(20), callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
 
 
 def test_what_cannot_be_is_refused():

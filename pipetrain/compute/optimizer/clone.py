@@ -159,8 +159,8 @@ def told(optimizer: keras.optimizers.Optimizer, factor: float) -> str:
 
 
 def plain_momentum(optimizer: keras.optimizers.Optimizer) -> float:
-    """The momentum of Keras' SGD where that is not Nesterov's; 0 for any other optimizer."""
-    is_plain = type(optimizer) is keras.optimizers.SGD and not optimizer.nesterov
+    """The momentum of Keras' SGD where that is not Nesterov's, and nothing clips or accumulates gradients; else 0."""
+    is_plain = is_linear(optimizer) and not optimizer.nesterov and not optimizer.gradient_accumulation_steps
     return float(optimizer.momentum) if is_plain else 0.0
 
 

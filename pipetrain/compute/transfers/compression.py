@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import keras
@@ -26,6 +27,7 @@ from pipetrain.schemes.compression import (
 Parts = list[tf.Tensor]  # of a message, as its bytes are
 Seed = tuple[tf.Tensor, int]  # the numbers of a step and of a variable
 StepNumber = Callable[[str], tf.Tensor]  # on a device
+OfWorker = tuple[int, str, Gradients]  # its number, its device, and what it has made
 FINITE = 65504.0  # the largest number of float16
 BITS = [1 << n for n in range(8)]
 
@@ -73,7 +75,7 @@ class CastCodec(Codec):
     def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
         if self.options.name == Float16.name:
-            value = tf.clip_by_value(value, -FINITE, FINITE)
+            value = tf.where(tf.math.is_nan(value), value, tf.clip_by_value(value, -FINITE, FINITE))
         return [tf.cast(flat(value), self.parts[0].dtype)], memory
 
     def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
@@ -304,7 +306,7 @@ class Compressor:
     ) -> None:
         self.options, self._momentum = options, momentum
         self._codecs = {n: codec_of(options, each) for n, each in specs.items()}
-        self._originals, self._devices = originals, list(devices)
+        self._originals = originals
         self._kept = [{n: self._new(device, each) for n, each in self._codecs.items()} for device in devices]
 
     def _new(self, device: str, codec: Codec) -> KeptGradient:
@@ -329,7 +331,7 @@ class Compressor:
     def reduced(
         self,
         order: Order,
-        made: Sequence[tuple[str, Gradients]],
+        made: Sequence[OfWorker],
         sinks: Sequence[str],
         like: Gradients,
         step: StepNumber,
@@ -338,24 +340,28 @@ class Compressor:
 
         Args:
             order: in which the phase's packs are sent.
-            made: of each device that has rows, its name and its gradients.
+            made: of each worker that has rows, its number, its device and its gradients.
             sinks: the devices that need the sums.
             like: the specs of the gradients; those that are not there are not sent.
             step: gives the number of the step on a device.
         """
+        step = cache(step)
         variables = [n for n in order.phase.variables if n in like]
         dense = [n for n in variables if not isinstance(like[n], tf.IndexedSlices)]
         for n in dense:
             self._codecs.setdefault(n, Codec(None, like[n]))  # an embedding's that is not of rows
         wires = {n: tf.TensorSpec([sum(map(_bytes_of, self._codecs[n].parts))], tf.uint8) for n in dense}
-        sent = [{n: self._encoded(device, gradients[n], n, step) for n in dense} for device, gradients in made]
+        sent = [
+            {n: self._encoded(worker, device, gradients[n], n, step) for n in dense}
+            for worker, device, gradients in made
+        ]
         received = [[Received(wires) for _ in made] for _ in sinks]
         others: list[dict[int, Any]] = [{} for _ in sinks]
         for pack in order.packs():
             mine = tuple(n for n in pack.variables if n in wires)
             if mine:
                 layout = MessageLayout(pack._replace(variables=mine), wires)
-                for number, (source, _) in enumerate(made):
+                for number, (_, source, _) in enumerate(made):
                     with tf.device(source):
                         messages = layout.messages(sent[number])
                     for place, sink in enumerate(sinks):
@@ -364,7 +370,7 @@ class Compressor:
                             received[place][number].add(pack._replace(variables=mine), layout.values(there))
             for n in (n for n in pack.variables if n in like and n not in wires):
                 for place, sink in enumerate(sinks):
-                    rows = [(device, each[n]) for device, each in made]
+                    rows = [(device, each[n]) for _, device, each in made]
                     others[place][n] = summed_rows(order, rows, sink, like[n])
         sums = []
         for sink, of_sources, rest in zip(sinks, received, others, strict=True):
@@ -375,9 +381,9 @@ class Compressor:
             sums.append({**found, **rest})
         return sums
 
-    def _encoded(self, device: str, gradient: Any, n: int, step: StepNumber) -> tf.Tensor:
-        """The message of a worker's gradient; what it lacks is kept."""
-        codec, worker = self._codecs[n], self._devices.index(device)
+    def _encoded(self, worker: int, device: str, gradient: Any, n: int, step: StepNumber) -> tf.Tensor:
+        """The message of a worker's gradient; what it lacks is kept. One that is not finite arrives as NaN."""
+        codec = self._codecs[n]
         kept = self._kept[worker].get(n, KeptGradient())
         with tf.device(device):
             seed = step(device), n
@@ -387,6 +393,9 @@ class Compressor:
                 value = velocity
             if kept.residual is not None:
                 value += kept.residual.value.read_value()
+            if type(codec) is not Codec:
+                is_finite = tf.reduce_all(tf.math.is_finite(value))
+                value = tf.where(is_finite, value, tf.constant(math.nan, value.dtype))
             memory = None if kept.memory is None else kept.memory.value.read_value()
             parts, memory = codec.encode(value, seed, worker, memory)
             if kept.memory is not None:

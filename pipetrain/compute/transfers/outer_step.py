@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from pipetrain.compute.functions.split import specs
-from pipetrain.compute.optimizer.slots import Slot
+from pipetrain.compute.optimizer.slots import OptimizerPart, Slot
 from pipetrain.compute.transfers.message import Gradients
 from pipetrain.compute.transfers.weights import Weights
 from pipetrain.schemes.synchrony import LocalSGD
@@ -29,6 +30,8 @@ class OuterStep:
         self.options, self._weights = options, list(weights)
         self._before = [self._zeros(each) for each in weights]  # as all workers had them after the last join
         self._momenta = [self._zeros(each) for each in weights] if options.momentum else []
+        with tf.device(weights[0].device):
+            self._apart = tf.Variable(0, dtype=tf.int64, trainable=False)  # steps since the last join
 
     def _zeros(self, weights: Weights) -> list[keras.Variable]:
         with tf.device(weights.device):
@@ -39,12 +42,36 @@ class OuterStep:
 
     def slots(self) -> list[Slot]:
         """The momentum, of which every worker has the same, as slots of the weights."""
+        if not self._momenta:
+            return []
         originals = self._weights[0].segment.trainable_variables
-        mine = self._momenta[0] if self._momenta else ()
-        return [Slot(weight, "outer_momentum", each) for weight, each in zip(originals, mine, strict=bool(mine))]
+        return [Slot(*each) for each in zip(originals, repeat("outer_momentum"), self._momenta[0], strict=False)]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether workers have weights of their own, as far as they know it."""
+        return int(self._apart.numpy()) > 0
+
+    def take_slots(self) -> None:
+        """Let all workers' optimizers have what the first one has gathered: they have not been at work yet."""
+        for weights in self._weights[1:]:
+            for group, first in zip(weights.groups, self._weights[0].groups, strict=True):
+                self._take(group.device, [*group.slots()], [*first.slots()])
+
+    def _take(self, device: str, mine: Sequence[Slot], of_first: Sequence[Slot]) -> None:
+        with tf.device(device):
+            for slot, other in zip(mine, of_first, strict=True):
+                slot.variable.assign(tf.identity(tf.convert_to_tensor(other.variable)))
 
     def begin(self) -> None:
-        """All workers have the weights of the model, and the momentum that the first has."""
+        """All workers have the weights of the model, and of what they have in common that of the first."""
+        with tf.device(self._weights[0].device):
+            self._apart.assign(0)
+        for weights in self._weights[1:]:
+            for part, first in zip(parts_of(weights), parts_of(self._weights[0]), strict=True):
+                with tf.device(weights.device):
+                    for mine, other in zip(part.shared, first.shared, strict=True):
+                        mine.assign(tf.identity(tf.convert_to_tensor(other)))
         for weights, before in zip(self._weights, self._before, strict=True):
             with tf.device(weights.device):
                 for copy, variable in zip(before, weights.variables, strict=True):
@@ -54,8 +81,15 @@ class OuterStep:
                 for copy, variable in zip(momenta, self._momenta[0], strict=True):
                     copy.assign(tf.identity(variable.value))
 
+    def stepped(self) -> None:
+        """Within a function: every worker has updated its own weights."""
+        with tf.device(self._weights[0].device):
+            self._apart.assign_add(1, read_value=False)
+
     def join(self, reduce: Reduce) -> None:
         """Within a function: the outer step, by what ``reduce`` sums for every worker."""
+        with tf.device(self._weights[0].device):
+            self._apart.assign(0, read_value=False)
         like = dict(enumerate(specs(self._weights[0].variables)))
         moved = [
             (weights.device, self._moved(weights, before))
@@ -84,3 +118,8 @@ class OuterStep:
             joined = before[n].value.read_value() - options.rate * step
             before[n].value.assign(joined, read_value=False)
             variable.value.assign(joined, read_value=False)
+
+
+def parts_of(weights: Weights) -> list[OptimizerPart]:
+    """The optimizers at work on a worker's weights."""
+    return [group.part() for group in weights.groups if group.variables]

@@ -257,7 +257,7 @@ class TransferStep:
             (self._workers[worker].device, dict(enumerate(each.gradients)))
             for worker, each in zip(active, made, strict=True)
         ]
-        self._update(self._plan.pushes, gradients, late=False)
+        self._update(self._plan.pushes, gradients, active, late=False)
         of = dict(zip(active, gradients, strict=True))
         for number, (worker, pending) in enumerate(zip(self._workers, self._pending, strict=True)):
             with tf.device(worker.device):
@@ -267,31 +267,41 @@ class TransferStep:
 
     def _update_own(self, active: Sequence[int], made: Sequence[Made], shares: Sequence[Shares]) -> None:
         """Update each worker's weights by its own gradients: as if its rows were the minibatch."""
+        assert self._outer is not None
         for worker, each, share in zip(active, made, shares, strict=True):
             weights = self._weights[worker]
-            with tf.device(weights.device):
-                mine = {n: _times(each.gradients[n], 1.0 / share.loss) for n in self._like}
+            with tf.device(weights.device):  # the share of the rows: of a loss that is a sum it has no factor
+                mine = {n: _times(each.gradients[n], 1.0 / share.penalty) for n in self._like}
             weights.apply(weights.groups, _of(mine))
+        for worker in set(range(len(self._workers))) - set(active):  # all are at the same step
+            for group in self._weights[worker].groups:
+                with tf.device(group.device):
+                    count_of(group.optimizer).value.assign_add(1, read_value=False)
+        self._outer.stepped()
 
     def _join(self) -> None:
         assert self._outer is not None
         order = Order(self._plan.pushes, "push", self._record)
         sinks = [worker.device for worker in self._workers]
-        self._outer.join(lambda moved, like: self._reduced(order, moved, sinks, like, late=False))
+        every = range(len(self._workers))
+        self._outer.join(lambda moved, like: self._reduced(order, moved, sinks, like, every, late=False))
 
     def _apply_late(self) -> None:
         gradients = []
         for worker, pending in zip(self._workers, self._pending, strict=True):
             with tf.device(worker.device):
                 gradients.append((worker.device, {n: each.read_value() for n, each in pending.items()}))
-        self._update(self._plan.late, gradients, late=True)
+        self._update(self._plan.late, gradients, range(len(self._workers)), late=True)
 
-    def _update(self, phase: Phase, gradients: Sequence[tuple[str, Mapping[int, Any]]], late: bool) -> None:
+    def _update(
+        self, phase: Phase, gradients: Sequence[tuple[str, Mapping[int, Any]]], workers: Sequence[int], late: bool
+    ) -> None:
         kind: What = "late" if late else "push"
+        reduce = partial(self._reduced, workers=workers, late=late)
         if self._serves:
             (weights,) = self._weights
             of = {
-                device: self._reduced(Order(each, kind, self._record), gradients, [device], self._like, late)[0]
+                device: reduce(Order(each, kind, self._record), gradients, [device], self._like)[0]
                 for device, each in self._by_server(phase)
             }
             weights.apply(weights.groups, lambda group: of[group.device])
@@ -301,7 +311,7 @@ class TransferStep:
             variables = specs(self._weights[0].variables)
             like = {n: variables[n] for n in self._late_numbers}
         order = Order(phase, kind, self._record)
-        sums = self._reduced(order, gradients, [worker.device for worker in self._workers], like, late)
+        sums = reduce(order, gradients, [worker.device for worker in self._workers], like)
         for weights, mine in zip(self._weights, sums, strict=True):
             weights.apply([each for each in weights.groups if self._plan.are_late(each.numbers) == late], _of(mine))
 
@@ -311,11 +321,13 @@ class TransferStep:
         gradients: Sequence[tuple[str, Gradients]],
         sinks: Sequence[str],
         like: Gradients,
+        workers: Sequence[int],
         late: bool,
     ) -> list[Any]:
         if self._compressor is None:
             return reduced(order, gradients, sinks, like)
-        return self._compressor.reduced(order, gradients, sinks, like, lambda device: self._number(device, late))
+        made = [(worker, *each) for worker, each in zip(workers, gradients, strict=True)]
+        return self._compressor.reduced(order, made, sinks, like, lambda device: self._number(device, late))
 
     def _number(self, device: str, late: bool) -> tf.Tensor:
         """The number of the step on a device: that of the weights there, or of the first server's."""

@@ -21,7 +21,7 @@ from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.optimizer.clone import is_linear
 from pipetrain.compute.optimizer.gradient_scaling import SCALE, squared_norm
-from pipetrain.compute.optimizer.slots import Slot
+from pipetrain.compute.optimizer.slots import OptimizerPart, Slot
 from pipetrain.compute.transfers.message import sent
 from pipetrain.compute.transfers.worker_states import WorkerStates
 from pipetrain.schemes.scheme import UpdateRule
@@ -196,6 +196,7 @@ class Weights(Stage):
         super().__init__(segment, parts[0].device, optimizer, loss, rule=rule, division=Division(1, workers))
         self.shared = []  # all its parts are this stage's own
         self.worker_slots: Sequence[Slot] = ()  # what workers keep of gradients, if this is the first stage
+        self.apart = 0  # the number of a worker whose optimizer has slots of its own
 
     def _grouped(
         self, shared: Sequence[Shared], optimizer: keras.optimizers.Optimizer, rule: UpdateRule
@@ -204,7 +205,14 @@ class Weights(Stage):
 
     def slots(self) -> Iterator[Slot]:
         """The slots of the optimizers, and what workers keep of gradients, by the model's own variables."""
-        return chain(super().slots(), self.worker_slots)
+        mine = super().slots()
+        if self.apart:
+            mine = (each._replace(kind=f"{each.kind}_of_worker_{self.apart}") for each in mine)
+        return chain(mine, self.worker_slots)
+
+    def parts(self) -> list[OptimizerPart]:
+        """The optimizers that have what the compiled one has gathered, by the model's own variables."""
+        return [] if self.apart else super().parts()
 
     @property
     def groups(self) -> list[WeightGroup]:
