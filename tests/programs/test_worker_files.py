@@ -23,6 +23,7 @@ MOST_SENT_BYTES = 64 * 2**10  # of a step, by the process that calls fit
         ("all-reduce", "dense", 2),
         ("all-reduce", "residual", 2),
         ("parameter-server", "dense", 2),
+        ("parameter-server", "residual", 2),
         ("1f1b", "dense", 1),
         ("1f1b", "residual", 1),
     ],
