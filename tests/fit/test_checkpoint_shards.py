@@ -316,7 +316,7 @@ def test_what_is_not_finite_is_not_written(tmp_path):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Sharding, "write", spoilt)
-        with pytest.warns(UserWarning, match="Weights of step 6 are not finite"):
+        with pytest.warns(UserWarning, match="Weights or slots of step 6 are not finite"):
             pm.fit(**arrays(), epochs=1, verbose=0, callbacks=[saving])
     assert not files_of(tmp_path, 6) and files_of(tmp_path, 8)
 
