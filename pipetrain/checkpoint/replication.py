@@ -15,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.checkpoint import store as stores
+from pipetrain.checkpoint.bundles import Part, ShardWriter, reason, restored
 from pipetrain.checkpoint.sharding import by_worker, processor_of
-from pipetrain.checkpoint.shards import INDEX, Damaged, Part, Shard, ShardWriter, check_index, reason, restored
+from pipetrain.checkpoint.shards import INDEX, Damaged, Shard, check_index
 from pipetrain.checkpoint.state import Arrays, as_arrays, not_finite
 from pipetrain.checkpoint.store import Checkpoint, Store
 from pipetrain.cluster import host_memory

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.checkpoint.shards import Part, Shard, ShardWriter, flushed, names_of, reason, remove
+from pipetrain.checkpoint.bundles import Part, ShardWriter, reason
+from pipetrain.checkpoint.shards import Shard, flushed, names_of, remove
 from pipetrain.cluster.connection import worker_of
 from pipetrain.compute.cores import is_remote
 

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.checkpoint.shards import FINITE, SERIALIZED
+from pipetrain.checkpoint.bundles import FINITE, SERIALIZED
 from pipetrain.checkpoint.store import Checkpoint
 from pipetrain.compute import keras_private
 from pipetrain.compute.graph.inputs import beside

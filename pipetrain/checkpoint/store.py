@@ -311,7 +311,9 @@ def read(path: Path) -> Checkpoint:
     if len(arrays) != about.get("arrays", len(arrays)):  # which the archive's directory has, whose bytes have none
         raise ValueError(f"{len(arrays)} of its {about['arrays']} arrays are there")
     for each in shards.shards_of(about):
-        arrays |= shards.read(path.with_name(each.name), each)
+        from pipetrain.checkpoint import bundles  # TensorFlow, which who only looks at steps does not need
+
+        arrays |= bundles.read(path.with_name(each.name), each)
     return Checkpoint(path, arrays, about)
 
 

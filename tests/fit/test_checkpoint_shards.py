@@ -18,6 +18,7 @@ import tensorflow as tf
 from checkpointed import arrays, pipeline, run
 
 from pipetrain.callbacks import PipelineCheckpoint
+from pipetrain.checkpoint import bundles
 from pipetrain.checkpoint import sharding as sharding_module
 from pipetrain.checkpoint import shards as shards_module
 from pipetrain.checkpoint.sharding import Sharding
@@ -181,7 +182,7 @@ def test_too_little_memory_is_no_damage(two, monkeypatch):
     def exhausted(prefix, shard):
         raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
 
-    monkeypatch.setattr(shards_module, "restored", exhausted)
+    monkeypatch.setattr(bundles, "restored", exhausted)
     with pytest.raises(ValueError, match=r"not enough memory.*Try more memory"):
         Store(folder, 3).newest()
     assert (folder / "step-00000008.npz").exists()

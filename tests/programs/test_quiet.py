@@ -30,7 +30,7 @@ def test_nothing_is_printed_in_any_way_that_is_told_to_be_quiet(ways, tmp_path):
 @pytest.mark.wide
 def test_what_takes_long_is_said_otherwise(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("pipetrain.compute.profiling.limits.PATIENCE_S", 0.0)
+    monkeypatch.setattr("pipetrain.compute.profiling.progress.PATIENCE_S", 0.0)
     pm = networks.pipeline(scheme="spectrain", stages=3, horizon="target", microbatches=1)
     assert capsys.readouterr().out == ""
     networks.fit(pm, *networks.data(32), verbose=1)
