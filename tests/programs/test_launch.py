@@ -665,3 +665,40 @@ def test_a_hangup_that_is_ignored_stays_so(marked, tmp_path):
     process.terminate()
     process.communicate(timeout=20)
     ended(marked)
+
+
+MPIRUN = {**namespaces.NEEDED, "mpirun": shutil.which("mpirun")}
+
+
+@pytest.mark.skipif(not all(MPIRUN.values()), reason=f"needs {', '.join(MPIRUN)}")
+@pytest.mark.wide
+def test_open_mpi_starts_a_worker_on_each_host(tmp_path):
+    """Open MPI reaches hosts by an agent, here one that enters a network namespace in place of OpenSSH."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import pipetrain, keras, numpy as np\n"
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
+        "pm = pipetrain.PipelineModel(model, scheme=pipetrain.AllReduce(order='none'))\n"
+        "pm.compile('sgd', 'mse')\n"
+        "pm.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0)\n"
+        "print('trained on', *sorted({name.split('/device')[0] for name in pm.stages_on}))\n"
+    )
+    with namespaces.Namespaces(2, "10.82.0") as hosts, hosts.kept():
+        places = dict(zip(hosts.addresses, hosts.spaces))
+        cases = "; ".join(f"{address}) space={space}" + " ;" for address, space in places.items())
+        agent = tmp_path / "agent.sh"
+        agent.write_text(
+            f'#!/bin/sh\nhost=$1; shift\ncase "$host" in {cases} esac\nexec ip netns exec $space sh -c "$*"\n'
+        )
+        agent.chmod(0o755)
+        listed = ",".join(hosts.addresses)
+        settings = {"plm_rsh_agent": agent, "plm_rsh_no_tree_spawn": 1, "btl": "tcp,self", "oob_tcp_if_include": "eth0"}
+        command = ["mpirun", "--allow-run-as-root", "-n", "2", "-host", listed, "-x", "PYTHONPATH"]
+        command += [each for name, value in settings.items() for each in ("--mca", name, value)]
+        command += [sys.executable, "-m", "pipetrain", "launch", "--plain", "--hosts", listed, script]
+        done = subprocess.run(
+            hosts.on(0, *command), capture_output=True, text=True, timeout=200, env=namespaces.ENVIRONMENT
+        )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "trained on /job:worker/replica:0/task:0 /job:worker/replica:0/task:1" in done.stdout
+    assert "the worker ends" in done.stdout
