@@ -23,8 +23,8 @@ FLOAT_BYTES, INDEX_BYTES = 4, 4  # of a scale or a kept value, and of its place
 class Compression:
     """What becomes of a gradient. Raises ValueError, TypeError for values that it cannot have.
 
-    ``error_feedback`` is whether what a message lacks is added to the next one. ``is_random`` says whether a message
-    depends on random numbers: they are those of the step, the same in every run.
+    ``error_feedback`` is whether what a message lacks is added to the next one. Random numbers that a message depends
+    on are those of the step, the same in every run.
 
     One of your own is a subclass with ``encode(values)``, which gives a list of tensors of fixed shapes for a
     gradient of one dimension, and ``decode(parts)``; it may say its bytes by ``sent_bytes``.
@@ -32,7 +32,6 @@ class Compression:
 
     name: ClassVar[str] = "own"
     first_option: ClassVar[str] = ""  # whose value may follow the name
-    is_random: ClassVar[bool] = False
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
@@ -96,7 +95,6 @@ class Int8(Compression):
 
     name: ClassVar[str] = "int8"
     first_option: ClassVar[str] = "block"
-    is_random: ClassVar[bool] = True
     bits: ClassVar[int] = 8
     block: int = 256
     error_feedback: bool = False
@@ -210,7 +208,6 @@ class RandomK(TopK):
     """
 
     name: ClassVar[str] = "random-k"
-    is_random: ClassVar[bool] = True
 
     def _bytes(self, shape: Sequence[int], item_bytes: int) -> int:
         return item_bytes * self.count(shape)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.functions.split import size_bytes
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.transfers.message import Gradients, MessageLayout, Order, Received, flat, in_order, summed_rows
 from pipetrain.schemes.compression import (
@@ -53,6 +54,11 @@ class Codec:
     def count(self) -> int:
         """How many elements there are."""
         return int(self.spec.shape.num_elements())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of a message."""
+        return sum(map(size_bytes, self.parts))
 
     def _parts(self) -> list[tf.TensorSpec]:
         return [tf.TensorSpec([self.count], self.spec.dtype)]
@@ -261,11 +267,8 @@ def codec_of(options: Compression, spec: tf.TensorSpec) -> Codec:
     """What makes messages of such gradients: whole ones, where these are no larger."""
     if type(options) not in CODECS:
         return OwnCodec(options, spec)
-    whole = spec.shape.num_elements() * spec.dtype.size
     made = CODECS[type(options)](options, spec)
-    return (
-        made if sum(each.shape.num_elements() * each.dtype.size for each in made.parts) < whole else Codec(None, spec)
-    )
+    return made if made.sent_bytes < size_bytes(spec) else Codec(None, spec)
 
 
 def uniform(seed: Seed, stream: int, shape: Any) -> tf.Tensor:
@@ -313,9 +316,9 @@ class Compressor:
         feeds = self.options.error_feedback and type(codec) is not Codec
         with tf.device(device):
             return KeptGradient(
-                _zeros(codec.spec) if feeds else None,
-                codec.memory_like and _zeros(codec.memory_like),
-                _zeros(codec.spec) if self._momentum else None,
+                zeros_of(codec.spec) if feeds else None,
+                codec.memory_like and zeros_of(codec.memory_like),
+                zeros_of(codec.spec) if self._momentum else None,
             )
 
     def slots(self) -> list[Slot]:
@@ -350,7 +353,7 @@ class Compressor:
         dense = [n for n in variables if not isinstance(like[n], tf.IndexedSlices)]
         for n in dense:
             self._codecs.setdefault(n, Codec(None, like[n]))  # an embedding's that is not of rows
-        wires = {n: tf.TensorSpec([sum(map(_bytes_of, self._codecs[n].parts))], tf.uint8) for n in dense}
+        wires = {n: tf.TensorSpec([self._codecs[n].sent_bytes], tf.uint8) for n in dense}
         sent = [
             {n: self._encoded(worker, device, gradients[n], n, step) for n in dense}
             for worker, device, gradients in made
@@ -412,17 +415,14 @@ class Compressor:
 
     def _decoded(self, message: tf.Tensor, n: int, step: tf.Tensor) -> tf.Tensor:
         codec = self._codecs[n]
-        pieces = tf.split(message, [_bytes_of(each) for each in codec.parts])
+        pieces = tf.split(message, [size_bytes(each) for each in codec.parts])
         parts = [_of_bytes(piece, each) for piece, each in zip(pieces, codec.parts, strict=True)]
         return tf.reshape(codec.decode(parts, (step, n)), codec.spec.shape)
 
 
-def _zeros(spec: tf.TensorSpec) -> keras.Variable:
+def zeros_of(spec: tf.TensorSpec) -> keras.Variable:
+    """A variable of zeros that a worker keeps from step to step, on the device of this scope."""
     return keras.Variable(tf.zeros(spec.shape, spec.dtype), trainable=False, dtype=spec.dtype.name)
-
-
-def _bytes_of(spec: tf.TensorSpec) -> int:
-    return int(spec.shape.num_elements()) * spec.dtype.size
 
 
 def _as_bytes(part: tf.Tensor) -> tf.Tensor:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.optimizer.slots import OptimizerPart, Slot
+from pipetrain.compute.transfers.compression import zeros_of
 from pipetrain.compute.transfers.message import Gradients
 from pipetrain.compute.transfers.weights import Weights
 from pipetrain.schemes.synchrony import LocalSGD
@@ -35,10 +36,7 @@ class OuterStep:
 
     def _zeros(self, weights: Weights) -> list[keras.Variable]:
         with tf.device(weights.device):
-            return [
-                keras.Variable(tf.zeros(each.shape, each.dtype), trainable=False, dtype=each.dtype.name)
-                for each in specs(weights.variables)
-            ]
+            return [zeros_of(each) for each in specs(weights.variables)]
 
     def slots(self) -> list[Slot]:
         """The momentum, of which every worker has the same, as slots of the weights."""
