@@ -13,8 +13,8 @@ import models
 from experiments import optimizers
 from experiments.datasets import Dataset
 from experiments.networks import input_shape, parameters
-from pipetrain.schemes.compression import COMPRESSIONS, Int8, TopK
-from pipetrain.schemes.options import AllReduce, SpecTrain, TwoBW, Vanilla
+from pipetrain.schemes.compression import COMPRESSIONS, CUTS, Int8, TopK
+from pipetrain.schemes.options import AllReduce, SpecTrain, TwoBW, Vanilla, with_options
 from pipetrain.schemes.synchrony import LocalSGD
 
 if TYPE_CHECKING:
@@ -51,7 +51,16 @@ SENDING: dict[str, Mapping[str, Any]] = {
     },
     "all-reduce/top-k - feedback": {"scheme": AllReduce(ORDER, TopK(error_feedback=False))},
 }
-EVERY_POLICY = {**POLICIES, **SENDING}
+# What crosses the cuts of pipelines.
+CROSSING: dict[str, Mapping[str, Any]] = {
+    "1f1b": {"scheme": "1f1b"},
+    **{
+        f"{scheme}/{each.name}": {"scheme": with_options(scheme, compression=each.name)}
+        for scheme in ("1f1b", "spectrain")
+        for each in CUTS
+    },
+}
+EVERY_POLICY = {**POLICIES, **SENDING, **CROSSING}
 MLP = "mlp"  # the network of this module
 GUESSING = math.log(10)  # the loss of ten classes, all equally likely
 

@@ -11,7 +11,7 @@ width (Student's t). A run has diverged if it ends with a loss worse than that o
 whose loss is not even finite stops there, and has no accuracy.
 
 What it costs to send less is measured alike, by policies such as `all-reduce/int8`, whose stages are workers
-that share the rows.
+that share the rows, and `1f1b/int8`, where it is what crosses the cuts.
 
 All of it, by default without these, is {runs} runs: about {minutes} minutes on two CPU cores. Runs that have ended in
 the output folder are not repeated, so that a study can be stopped and go on, or have more seeds or policies later.

@@ -52,10 +52,11 @@ class PipelineModel(KerasLoop):
             ``zb-h1``, ``zb-h2``, ``zb-v``, ``v-half``, ``v-min``, ``all-reduce``, ``parameter-server``,
             ``coded-reduce`` or ``grid``; or an object that has the options of a scheme: ``pipetrain.SpecTrain``,
             ``TwoBW``, ``Vanilla``, ``WeightStashing``, ``VerticalSync``, ``SpikeCompensation``, ``Interleaved``,
-            ``LoopedBFS``, ``AllReduce``, ``ParameterServer``, ``CodedReduce``, ``Grid`` or ``Auto``; the name of a file
-            in ``.csv`` that has a synchronous schedule, see ``pipetrain.schemes.text_form``; or your own
-            ``pipetrain.schemes.Scheme``, which ``FILE.py:NAME`` names too. ``data-parallel`` is a baseline: what plain
-            Keras trains under TensorFlow's MirroredStrategy on devices of this process; ``all-reduce`` does that too.
+            ``LoopedBFS``, ``GPipe``, ``OneFOneB``, ``ZBH1``, ``ZBH2``, ``ZBV``, ``VHalf``, ``VMin``, ``AllReduce``,
+            ``ParameterServer``, ``CodedReduce``, ``Grid`` or ``Auto``; the name of a file in ``.csv`` that has a
+            synchronous schedule, see ``pipetrain.schemes.text_form``; or your own ``pipetrain.schemes.Scheme``, which
+            ``FILE.py:NAME`` names too. ``data-parallel`` is a baseline: what plain Keras trains under TensorFlow's
+            MirroredStrategy on devices of this process; ``all-reduce`` does that too.
             ``auto``, the default: the fastest way on these devices, in a trial of those that are predicted to be near
             the fastest, whose training equals the unsplit model's; where stages, cuts or replicas are given, the
             fastest of the synchronous pipelines that have them. Chosen at the first ``fit``, see ``choice``.

@@ -1,4 +1,4 @@
-"""A straight-line NumPy reference of every asynchronous scheme: no threads, no pipeline, no package code.
+"""A straight-line NumPy reference of every asynchronous scheme, and of synchronous ones: no pipeline, no package code.
 
 A tanh MLP with a softmax cross-entropy head, in which a layer's kernel may be the transpose of another's. Every copy's
 weights after v updates are kept in ``versions[v]`` for ever, so each rule reads as it is written in the documentation.
@@ -161,10 +161,16 @@ class State:
         self.layers[key[0]] = tuple(pair)
 
 
-def train(settings, state, ends, batches):
+def as_it_is(values, way, cut, minibatch, microbatch):
+    """What crosses a cut down (F) or up (B) is sent as it is."""
+    return values
+
+
+def train(settings, state, ends, batches, crosses=as_it_is):
     """Train ``state`` on ``batches`` from one start of the pipeline to its drain.
 
-    All layers are tanh but the last; ``ends`` the index after each stage's last layer.
+    All layers are tanh but the last; ``ends`` the index after each stage's last layer. ``crosses`` gives what arrives
+    of what crosses a cut.
     """
     spans = list(zip([0, *ends[:-1]], ends))
     used = [{state.key(n, which) for n in range(*span) for which in (0, 1)} for span in spans]
@@ -177,15 +183,15 @@ def train(settings, state, ends, batches):
         sums = {}
         for m in range(i * many, (i + 1) * many):
             rows = slice(*(len(y) * (m - i * many + n) // many for n in (0, 1)))
-            kept, activation = [], np.asarray(x[rows], np.float64)
-            for stage in stages:
-                activation, saved = forward(stage.read("F", m), activation, stage is stages[-1])
-                kept.append(saved)
+            number = state.updates + i, m % many
+            kept, activation = down(stages, m, np.asarray(x[rows], np.float64), crosses, number)
             state.heard.append(heard(activation, y[rows]))
             gradient = softmax(activation)
             gradient[np.arange(len(y[rows])), y[rows]] -= 1.0
             gradient /= len(y)
             for stage in reversed(stages):
+                if stage is not stages[-1]:
+                    gradient = crosses(gradient, "B", stage.k, *number)
                 gradient, by_weight = backward(stage.read("B", m), kept[stage.k], gradient, stage is stages[-1])
                 for key, each in stage.by_key(m, by_weight):
                     sums[key] = sums.get(key, 0.0) + each
@@ -196,6 +202,17 @@ def train(settings, state, ends, batches):
         for copy in stage.copies:
             copy.hand_back(state)
     state.updates += len(batches)
+
+
+def down(stages, m, activation, crosses, number):
+    """What each stage keeps of F(m), and the outputs; its ``number`` is that of the minibatch, and within it."""
+    kept = []
+    for stage in stages:
+        if stage.k:
+            activation = crosses(activation, "F", stage.k - 1, *number)
+        activation, saved = forward(stage.read("F", m), activation, stage is stages[-1])
+        kept.append(saved)
+    return kept, activation
 
 
 class Stage:
@@ -263,6 +280,8 @@ class Copy:
                 pass
             case "weight-stashing":
                 version = newest
+            case "synchronous":
+                version = i
             case "vertical-sync":
                 version = max(0, i - (self.stages - 1))
             case "2bw":

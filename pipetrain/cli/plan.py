@@ -81,6 +81,7 @@ EXAMPLES = """examples:
   python -m pipetrain plan model.keras --devices 4 --scheme 1f1b --memory 2GiB
   python -m pipetrain plan model.keras --devices 4 --scheme interleaved --chunks 3 --microbatches 8
   python -m pipetrain plan model.keras --devices 4 --scheme mine.csv
+  python -m pipetrain plan model.keras --devices 4 --scheme 1f1b --compression int8
   python -m pipetrain plan model.keras --devices 4 --scheme auto --staleness predicted
   python -m pipetrain plan model.keras --devices 4 --scheme auto --allow compression,local
   python -m pipetrain plan model.keras --devices 8 --cluster cluster.json --batch-size 256 --memory 16GiB
@@ -106,14 +107,15 @@ def add(commands: Any) -> None:
     about = "; decides on the memory, and what is compared (default: spectrain)"
     add_scheme(command, [*table.PIPELINES, table.AUTO], about, default="spectrain")
     add_balance(command)
-    add_scheme_options(command, ("horizon", "chunks", "staleness", "allow"), defaults={"staleness": STALENESS[0]})
+    options = ("horizon", "chunks", "compression", "staleness", "allow")
+    add_scheme_options(command, options, defaults={"staleness": STALENESS[0]})
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
     asked = {"staleness": None if options.staleness == STALENESS[0] else options.staleness, "allow": options.allow}
-    check_owned(asked, *schemes_of([options.scheme], options))
+    check_owned(asked | {"compression": options.compression}, *schemes_of([options.scheme], options))
     profile, cluster, training, of_microbatches, _ = given(options, [options.scheme], _check_planned)
     if options.balance:
         print(balance(options, profile, cluster))

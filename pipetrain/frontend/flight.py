@@ -29,6 +29,7 @@ class FlightConditions(NamedTuple):
     devices: tuple[str, ...]
     microbatches: int
     recompute: bool
+    compression: str | None = None
     of_tensorflow: str = tf.version.VERSION
     of_keras: str = keras.version()
 

@@ -202,6 +202,7 @@ class RunnerStrategy:
             exact_times=session.exact_trace,
             is_traced=session.is_traced,
             kept=kept,
+            minibatches=self._count.updates,
         )
 
     def build_metrics(self, own: Callable[[Any, Any], None], epoch_iterator: Any, batch: Any) -> None:
@@ -357,7 +358,8 @@ class RunnerStrategy:
         kinds = (tf.DeviceSpec.from_string(each).device_type or "" for each in layout.devices)
         recompute = self.planner.training.recompute
         cut = layout.ends or (), layout.replicas, layout.compiled or (), tuple(kinds)
-        return FlightConditions(scheme.name, *cut, self.microbatches, recompute)
+        compression = None if scheme.compression is None else str(scheme.compression)
+        return FlightConditions(scheme.name, *cut, self.microbatches, recompute, compression)
 
     def _kinds_beside(self) -> list[str]:
         """What training needs to go on that no slot of the compiled optimizer holds."""

@@ -14,6 +14,7 @@ from pipetrain.plan.cluster import Cluster, Link
 from pipetrain.plan.memory import Demand
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
 from pipetrain.plan.roofline import PREDICTION_PASSES, UPDATE_PASSES
+from pipetrain.schemes.compression import Compression
 
 Floats = NDArray[np.float64]
 
@@ -168,10 +169,16 @@ class Costs:
         cluster: the devices.
         microbatches: of a minibatch.
         jit_compile: whether XLA compiles the stages, or ``"auto"``: those that it makes clearly faster.
+        compression: of what crosses the cuts.
     """
 
     def __init__(
-        self, profile: Profile, cluster: Cluster, microbatches: int = 1, jit_compile: bool | str = False
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        microbatches: int = 1,
+        jit_compile: bool | str = False,
+        compression: Compression | None = None,
     ) -> None:
         blocks = profile.trained
         self._chain, self.blocks, self.cluster, self._batch_size = blocks, len(blocks), cluster, profile.batch_size
@@ -193,6 +200,7 @@ class Costs:
         self._overhead_s = 2 * microbatches * cluster.overhead_s
         # nothing is sent before the first block and after the last one
         self._crossing = np.array([0.0, *(float(block.output_bytes) for block in blocks[:-1]), 0.0])
+        self._sent = np.array([0.0, *(float(block.crossing_bytes(compression)) for block in blocks[:-1]), 0.0])
         self._outputs = np.array([float(block.output_bytes) for block in blocks])
         # of products over rows, whose factors are the inputs and the gradients of the outputs
         factors = np.where([block.product_bytes > 0 for block in blocks], self._crossing[:-1] + self._outputs, 0.0)
@@ -329,7 +337,7 @@ class Costs:
     def sent_bytes(self, i: int, j: int, replicas: int) -> float:
         """Bytes that all devices of the stage send per minibatch: activations, gradients, and gradients to sum."""
         summed = 2 * (replicas - 1) * self.weight_bytes(i, j) + self.shared_bytes(i, j)
-        return float(self._crossing[i] + self._crossing[j] + summed)
+        return float(self._sent[i] + self._sent[j] + summed)
 
     def _share(self, replicas: int) -> float:
         """The largest part of a minibatch's rows that one of so many replicas gets."""
@@ -337,7 +345,7 @@ class Costs:
 
     def _transfer(self, link: Link, share: float) -> Floats:
         """Seconds to send what crosses each cut; none at the ends of the chain."""
-        seconds = np.asarray(link.seconds(self._crossing * share))
+        seconds = np.asarray(link.seconds(self._sent * share))
         seconds[[0, -1]] = 0.0
         return seconds
 

@@ -213,7 +213,8 @@ def partition(
             f"The replicas of all stages are the devices. Received: replicas={replicas!r}, num_devices={num_devices}. "
             f"Try num_devices={sum(counts)}."
         )
-    costs = Costs(profile, cluster, training.microbatches, training.kernels(stages if counts else num_devices))
+    kernels = training.kernels(stages if counts else num_devices)
+    costs = Costs(profile, cluster, training.microbatches, kernels, training.chosen.compression)
     if replicate and cluster.memory_bytes is None:  # more than work at once would only repeat the updates
         num_devices = int(min(num_devices, cluster.processors))
     problem = _problem(costs, num_devices, counts, training)
@@ -239,9 +240,8 @@ def plan(
     ``compiled`` says which stages XLA compiles; by default that is chosen as ``training.kernels`` says.
     """
     training = checked_training(training)
-    costs = Costs(
-        profile, cluster or Cluster(), training.microbatches, training.kernels(len(ends)) if compiled is None else True
-    )
+    kernels = training.kernels(len(ends)) if compiled is None else True
+    costs = Costs(profile, cluster or Cluster(), training.microbatches, kernels, training.chosen.compression)
     counts = replicas or [1] * len(ends)
     choices, first, device = [], 0, 0
     for end, count in zip(ends, counts, strict=True):

@@ -15,6 +15,7 @@ import numpy as np
 from pipetrain.logs import counted, text_table
 from pipetrain.pictures.tables import Tabular, table
 from pipetrain.plan.grid_cost import GridNetwork
+from pipetrain.schemes.compression import FLOAT_BYTES, Compression
 
 if TYPE_CHECKING:
     from pipetrain.pictures.figure import Picture
@@ -60,6 +61,8 @@ class BlockProfile:
     gradients may be made later than its inputs' gradients; None where that is not known. ``estimated``: its seconds,
     and what it keeps, were not measured for want of time, but estimated from blocks that were. ``slices`` are the
     seconds of its forward and of its backward with one of so many equal parts of its outputs, by the number of parts.
+    ``floats`` is how many of the numbers that cross the cut have gradients, and their bytes: a compression makes these
+    fewer; None where all that crosses is such numbers of 4 bytes.
     """
 
     name: str
@@ -78,6 +81,11 @@ class BlockProfile:
     late_bytes: int | None = None
     estimated: bool = False
     slices: tuple[tuple[int, float, float], ...] = ()
+    floats: tuple[int, int] | None = None
+
+    def crossing_bytes(self, compression: Compression | None) -> int:
+        """What crosses a cut right after this block, each way, compressed so."""
+        return crossing_bytes(self.output_bytes, self.floats, compression)
 
     @property
     def seconds(self) -> Seconds:
@@ -185,6 +193,7 @@ class Profile(Tabular):
             replace(
                 block.longer(rows, 1.0),
                 output_bytes=round(rows * block.output_bytes),
+                floats=block.floats and (round(rows * block.floats[0]), round(rows * block.floats[1])),
                 activation_bytes=round(rows * block.activation_bytes),
                 workspace_bytes=round(block.workspace_of(batch_size, self.batch_size)),
             )
@@ -286,7 +295,8 @@ class Profile(Tabular):
         return rows
 
     def _columns(self) -> dict[str, Sequence[Any]]:
-        names = [each.name for each in fields(BlockProfile) if each.name not in ("compiled", "shared", "slices")]
+        nested = ("compiled", "shared", "slices", "floats")
+        names = [each.name for each in fields(BlockProfile) if each.name not in nested]
         columns: dict[str, Sequence[Any]] = {name: [getattr(block, name) for block in self.blocks] for name in names}
         for name in ("forward_s", "backward_s", "update_s"):
             columns[f"compiled_{name}"] = [block.compiled and getattr(block.compiled, name) for block in self.blocks]
@@ -303,11 +313,26 @@ def _compiled_ms(block: BlockProfile) -> tuple[str, str]:
     return (f"{seconds.forward_s * 1e3:.2f}", f"{seconds.backward_s * 1e3:.2f}") if seconds else ("-", "-")
 
 
-def _block(compiled: dict[str, float] | None = None, shared: Any = (), slices: Any = (), **fields: Any) -> BlockProfile:
+def crossing_bytes(size_bytes: int, floats: tuple[int, int] | None, compression: Compression | None) -> int:
+    """So many bytes of which some are floating-point numbers, see ``BlockProfile``, compressed."""
+    count, float_bytes = (size_bytes // FLOAT_BYTES, size_bytes) if floats is None else floats
+    if compression is None or not count:
+        return size_bytes
+    return size_bytes - float_bytes + compression.sent_bytes((count,), float_bytes // count)
+
+
+def _block(
+    compiled: dict[str, float] | None = None,
+    shared: Any = (),
+    slices: Any = (),
+    floats: Sequence[int] | None = None,
+    **fields: Any,
+) -> BlockProfile:
     pairs = tuple((int(number), int(size_bytes)) for number, size_bytes in shared)
     parts = tuple((int(each[0]), float(each[1]), float(each[2])) for each in slices)
     compiled_s = None if compiled is None else Seconds(**compiled)
-    return BlockProfile(**fields, compiled=compiled_s, shared=pairs, slices=parts)
+    pair = None if floats is None else (int(floats[0]), int(floats[1]))
+    return BlockProfile(**fields, compiled=compiled_s, shared=pairs, slices=parts, floats=pair)
 
 
 def unsteady(spread: float) -> str:

@@ -13,8 +13,9 @@ from pipetrain.logs import counted, text_table
 from pipetrain.pictures.tables import Tabular, table
 from pipetrain.plan.cost import PREDICTING, Costs, Place
 from pipetrain.plan.memory import Holding, Training, demand, demand_of, moments
-from pipetrain.plan.profile import Profile, mib
+from pipetrain.plan.profile import Profile, crossing_bytes, mib
 from pipetrain.plan.search import StageChoice
+from pipetrain.schemes.compression import Compression
 from pipetrain.schemes.dry_run import waiting
 from pipetrain.schemes.schedules import Schedule
 
@@ -34,7 +35,8 @@ class StagePlan:
     ``total_s``; ``product_bytes`` and ``product_s`` the weights whose gradients are made once for all microbatches of a
     minibatch, and what that takes of ``backward_s``; ``shared_bytes`` the weights that other stages have too, and
     ``summing_s`` what sending their gradients takes of ``total_s``; ``late_s`` what those weight gradients take of
-    ``backward_s`` that may be made later than the gradients of the stage's inputs.
+    ``backward_s`` that may be made later than the gradients of the stage's inputs. ``output_bytes`` and ``floats`` are
+    those of its last block.
     """
 
     first: str
@@ -57,6 +59,11 @@ class StagePlan:
     shared_bytes: int = 0
     summing_s: float = 0.0
     late_s: float = 0.0
+    floats: tuple[int, int] | None = None
+
+    def crossing_bytes(self, compression: Compression | None) -> int:
+        """What crosses the cut after it, each way, compressed so."""
+        return crossing_bytes(self.output_bytes, self.floats, compression)
 
 
 @dataclass(frozen=True)
@@ -213,7 +220,7 @@ class Partition(Tabular):
 
     def _columns(self) -> dict[str, Sequence[Any]]:
         each = [{"stage": k, **asdict(stage)} for k, stage in enumerate(self.stages)]
-        return {name: [row[name] for row in each] for name in each[0]}
+        return {name: [row[name] for row in each] for name in each[0] if name != "floats"}
 
 
 def predictions(training: Training, stage: int, stages: int) -> int:
@@ -266,6 +273,7 @@ def described(
                 shared_bytes=costs.shared_bytes(first, end),
                 summing_s=costs.summing_s(place, first, end),
                 late_s=costs.late_s(first, end, place.compiled),
+                floats=part[-1].floats,
             )
         )
     processors = costs.cluster.processors

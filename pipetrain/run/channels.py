@@ -13,10 +13,12 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
+from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.tensorflow_private import current_device
+from pipetrain.compute.transfers.compression import CutMessages
 from pipetrain.run.gradient_exchange import GradientExchange, Mailbox, Reduction, SharedGradients, size_bytes, transfer
-from pipetrain.schemes.splitting import rows_of
+from pipetrain.schemes.splitting import RowsPiece, rows_of, stream_of
 from pipetrain.trace.records import Recent, Transfer, Transfers, What
 
 Rows = BoundaryTensors | list[tf.Tensor] | None
@@ -31,15 +33,66 @@ class Destination(NamedTuple):
     device: str
 
 
+class Crossing:
+    """One way over a cut, on which values are compressed: functions that are traced on the device that calls them.
+
+    Args:
+        messages: of the cut.
+        microbatches: of a minibatch.
+        before: how many minibatches have been trained on.
+    """
+
+    def __init__(self, messages: CutMessages, microbatches: int, before: int) -> None:
+        self._messages, self._microbatches, self._before = messages, microbatches, before
+        self._encode: Callable[..., Rows] | None = None
+        self._decode: Callable[..., Rows] | None = None
+
+    def encoded(self, values: Rows, microbatch: int, ends: tuple[int, int, int, int]) -> Rows:
+        """The values as messages; ``ends`` are the sender's and the receiver's numbers, and how many there are."""
+        sender, receiver, *counts = ends
+        minibatch, number = divmod(microbatch, self._microbatches)
+        piece = RowsPiece(sender, receiver, 0, 0, 0)
+        numbers = np.array([self._before + minibatch, stream_of(number, piece, (counts[0], counts[1]))], np.int64)
+        if self._encode is None:
+
+            def encode(values: Any, numbers: tf.Tensor) -> Any:
+                return self._messages.encoded(values, numbers[0], numbers[1])
+
+            self._encode = Kernels().op(encode, _any_sizes(values), tf.TensorSpec([2], tf.int64))
+        return self._encode(values, tf.constant(numbers))
+
+    def decoded(self, messages: Rows) -> Rows:
+        """The values again."""
+        if messages is None:
+            return None
+        if self._decode is None:
+            self._decode = Kernels().op(self._messages.decoded, _any_sizes(messages))
+        return self._decode(messages)
+
+
+def _any_sizes(values: Rows) -> Any:
+    """Specs of tensors that have these numbers of dimensions."""
+    return tf.nest.map_structure(
+        lambda each: None if each is None else tf.TensorSpec([None] * each.shape.rank, each.dtype), values
+    )
+
+
 class Sender:
     """Sends from one of ``replicas`` replicas to all replicas of a neighbouring stage, one message to each.
 
-    ``kept`` transfers are recorded, the newest.
+    ``kept`` transfers are recorded, the newest; ``crossing`` compresses them.
     """
 
-    def __init__(self, destinations: Sequence[Destination], replica: int = 0, replicas: int = 1, kept: int = 0) -> None:
+    def __init__(
+        self,
+        destinations: Sequence[Destination],
+        replica: int = 0,
+        replicas: int = 1,
+        kept: int = 0,
+        crossing: Crossing | None = None,
+    ) -> None:
         self._destinations, self._replica, self._replicas = list(destinations), replica, replicas
-        self._sent = Recent(Transfers, kept)
+        self._sent, self._crossing = Recent(Transfers, kept), crossing
 
     def send(self, message: Callable[[Rows], Any], values: Rows, rows: int, microbatch: int | None = None) -> None:
         """Send ``values``, this replica's rows of a microbatch of ``rows``; None if it has none.
@@ -49,6 +102,9 @@ class Sender:
         mine = rows_of(rows, self._replica, self._replicas)
         for replica, destination in enumerate(self._destinations):
             theirs = _part(values, mine, rows_of(rows, replica, len(self._destinations)))
+            if theirs is not None and microbatch is not None and self._crossing is not None:
+                ends = self._replica, replica, self._replicas, len(self._destinations)
+                theirs = self._crossing.encoded(theirs, microbatch, ends)
             if theirs is None or microbatch is None or is_remote(destination.device):  # sent by the call that reads it
                 destination.mailbox.put(message(moved_to(destination.device, theirs)))
                 continue
@@ -72,10 +128,15 @@ class Sender:
 
 
 class Receiver(Generic[Message]):
-    """Receives the messages of all replicas of a neighbouring stage and joins them to one."""
+    """Receives the messages of all replicas of a neighbouring stage, ``opens`` each, and joins them to one."""
 
-    def __init__(self, boxes: Sequence[Mailbox[Any]], join: Callable[[list[Any]], Message]) -> None:
-        self._boxes, self._join = list(boxes), join
+    def __init__(
+        self,
+        boxes: Sequence[Mailbox[Any]],
+        join: Callable[[list[Any]], Message],
+        opens: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._boxes, self._join, self._opens = list(boxes), join, opens
 
     def peek(self) -> Any:
         """The first replica's next message, left in place; None at the end."""
@@ -83,9 +144,10 @@ class Receiver(Generic[Message]):
 
     def get(self) -> Message:
         """The next message, with its parts in the order of rows."""
-        if len(self._boxes) == 1:
-            return self._boxes[0].get()
-        return self._join([box.get() for box in self._boxes])
+        messages = [box.get() for box in self._boxes]
+        if self._opens is not None:
+            messages = [self._opens(each) for each in messages]
+        return messages[0] if len(messages) == 1 else self._join(messages)
 
 
 class Channels(NamedTuple):

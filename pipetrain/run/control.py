@@ -178,7 +178,7 @@ class RunSettings(NamedTuple):
     ``loss_is_mean``: whether a minibatch's loss is the mean (else the sum) over its rows. ``exact_times``: whether
     threads wait for GPUs and workers, so that the trace has their times of completion. ``loss_scale``: that of the
     first minibatch. ``is_traced``: whether a trace is kept. ``kept``: what devices held in the run that goes on, None
-    where it begins with an empty pipeline.
+    where it begins with an empty pipeline. ``minibatches``: those so far, of steps that were skipped, too.
     """
 
     updates: int = 0
@@ -189,6 +189,7 @@ class RunSettings(NamedTuple):
     loss_scale: LossScale = LossScale()
     is_traced: bool = True
     kept: Kept | None = None
+    minibatches: int = 0
 
 
 class Closable(Protocol):

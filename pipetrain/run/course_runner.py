@@ -267,6 +267,7 @@ class CourseRunner(ProgramRunner):
             rows,
             self._scale.scale,
             self._rates_of([each.rate or 0.0 for each in mine.values()]) if has_rates else None,
+            number=self._number_of(base, settings),
         )
         function, times = self._function_of(given, program, of_call, settings)
         made = Slice(base, results, program, function, times, given, of_call, self._held_specs, self._slices)

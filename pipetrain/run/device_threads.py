@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import tensorflow as tf
@@ -13,7 +14,8 @@ import tensorflow as tf
 from pipetrain.compute.cores import pin
 from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.run.channels import Channels, Destination, Receiver, Sender
+from pipetrain.compute.transfers.compression import messages_of_cuts
+from pipetrain.run.channels import Channels, Crossing, Destination, Receiver, Sender
 from pipetrain.run.channels import joined as joined_rows
 from pipetrain.run.collector import Collector, Microbatch
 from pipetrain.run.control import Control, RunSettings, StoppableThread
@@ -202,17 +204,26 @@ class Running:
         # Weights that are shared may be so by stages of one device, whose sums are then added in the order of stages.
         several = bool(sharing) and self._scheme.schedule.chunks > 1 and not self._scheme.asynchronous
         self.entrance = _sender(down[0], self._stages[0], 0, 1)
+        cuts = messages_of_cuts(self._scheme.compression, [replica for replica, *_ in self._stages]) or []
+
+        def crossing(cut: int) -> Crossing | None:
+            """One for each replica and way: threads trace their own functions."""
+            before = self.settings.minibatches
+            return Crossing(cuts[cut], self._microbatches, before) if 0 <= cut < len(cuts) else None
+
         works: list[list[StageWork]] = [[] for _ in self._stages]
         last = len(self._stages) - 1
         for k, stage in enumerate(self._stages):
             for number, replica in enumerate(stage):
                 identity = StageId(k, len(self._stages), number, len(stage))
                 mine = number, len(stage), self._kept
+                joins = cast("Callable[[list[Any]], list[Any] | None]", joined_rows)
+                before, after = crossing(k - 1), crossing(k)
                 channels = Channels(
-                    inbox=Receiver(down[k][number], _joined_microbatches),
-                    returns=Receiver(up[k][number], cast("Callable[[list[Any]], list[Any] | None]", joined_rows)),
-                    above=_sender(up[k - 1], self._stages[k - 1], *mine) if k > 0 else None,
-                    below=_sender(down[k + 1], self._stages[k + 1], *mine) if k < last else None,
+                    inbox=Receiver(down[k][number], _joined_microbatches, before and partial(_opened, before)),
+                    returns=Receiver(up[k][number], joins, after and after.decoded),
+                    above=_sender(up[k - 1], self._stages[k - 1], *mine, crossing(k - 1)) if k > 0 else None,
+                    below=_sender(down[k + 1], self._stages[k + 1], *mine, crossing(k)) if k < last else None,
                     reduction=reductions[k],
                     summaries=summaries,
                     shared=[shared[group.holders] for group in replica.shared],
@@ -229,11 +240,21 @@ def _mailboxes(readers: int, writers: int) -> list[list[Mailbox[Any]]]:
 
 
 def _sender(
-    boxes: list[list[Mailbox[Any]]], readers: Sequence[Replica], replica: int, replicas: int, kept: int = 0
+    boxes: list[list[Mailbox[Any]]],
+    readers: Sequence[Replica],
+    replica: int,
+    replicas: int,
+    kept: int = 0,
+    crossing: Crossing | None = None,
 ) -> Sender:
     """The sender of one replica: to each reader, the mailbox for this writer."""
     destinations = [Destination(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
-    return Sender(destinations, replica, replicas, kept)
+    return Sender(destinations, replica, replicas, kept, crossing)
+
+
+def _opened(crossing: Crossing, microbatch: Microbatch | None) -> Microbatch | None:
+    """A microbatch whose values have come as messages; None at the end."""
+    return microbatch and microbatch.with_values(crossing.decoded(microbatch.values))
 
 
 def _joined_microbatches(parts: Sequence[Microbatch | None]) -> Microbatch:

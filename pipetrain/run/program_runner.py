@@ -106,7 +106,8 @@ class ProgramRunner(Stepwise):
 
     def _make(self, x: list[tf.Tensor], targets: Any, settings: RunSettings, rate: float | None) -> None:
         rows = int(x[0].shape[0])
-        given = ProgramInputs([x], [targets], {0: rows}, self._scale.scale)
+        number = self._number_of(self._next, settings)
+        given = ProgramInputs([x], [targets], {0: rows}, self._scale.scale, number=number)
         if any([each.set_rate(rate) for each in self._every]):  # each of them, whatever the first one says
             self._await_writes()
         function, times = self._function_for(given, settings)
@@ -142,6 +143,13 @@ class ProgramRunner(Stepwise):
     def _next(self) -> int:
         """The number of the minibatch that is posted next, since the weights were taken from the model."""
         return self._steps_done
+
+    def _number_of(self, minibatch: int, settings: RunSettings) -> tf.Tensor | None:
+        """That of a minibatch since training began, where random numbers of what is sent depend on it."""
+        if self._scheme.compression is None:
+            return None
+        with tf.device(HOST):
+            return tf.constant(settings.minibatches + minibatch, tf.int64)
 
     def _form_of(self, rows: int) -> Any:
         """What minibatches of so many rows have in common with others that the same function serves."""

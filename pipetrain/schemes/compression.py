@@ -1,4 +1,4 @@
-"""What gradients become on their way between devices: how many bytes, and with what loss.
+"""What gradients, and what crosses a pipeline's cuts, become on their way: how many bytes, and with what loss.
 
 Each compression is a frozen object with its options; a name, or ``"NAME:VALUE"`` with the value of its first option,
 stands for it. Where there is *error feedback*, what a message lacks of the gradient is added to the next one: what was
@@ -14,7 +14,6 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from pipetrain.schemes.arguments import checked_bool, checked_count
-from pipetrain.schemes.table import TRANSFERRING
 
 ELEMENTS = 1000  # of which a share is sent
 FLOAT_BYTES, INDEX_BYTES = 4, 4  # of a scale or a kept value, and of its place
@@ -23,8 +22,8 @@ FLOAT_BYTES, INDEX_BYTES = 4, 4  # of a scale or a kept value, and of its place
 class Compression:
     """What becomes of a gradient. Raises ValueError, TypeError for values that it cannot have.
 
-    ``error_feedback`` is whether what a message lacks is added to the next one. Random numbers that a message depends
-    on are those of the step, the same in every run.
+    ``error_feedback`` is whether what a message lacks is added to the next one, which it is of gradients of weights
+    alone. Random numbers that a message depends on are those of the step, the same in every run.
 
     One of your own is a subclass with ``encode(values)``, which gives a list of tensors of fixed shapes for a
     gradient of one dimension, and ``decode(parts)``; it may say its bytes by ``sent_bytes``.
@@ -253,12 +252,24 @@ COMPRESSIONS: dict[str, type[Compression]] = {
 NONE = "none"
 
 
-def check_compression(given: Any, scheme: str) -> None:
-    """Raise ValueError, TypeError for no compression, and for a scheme that has none; None is the default."""
-    if compression_of(given) is not None and scheme not in TRANSFERRING:
+CUTS = (BFloat16, Float16, Int8, Int4)  # those that messages of any rows may have
+
+
+def check_crossing(given: Any, scheme: str) -> None:
+    """Raise ValueError, TypeError for what is no compression of what crosses a pipeline's cuts; None is none."""
+    compression = compression_of(given)
+    if compression is None:
+        return
+    if type(compression) not in CUTS:
         raise ValueError(
-            f"Only {' and '.join(TRANSFERRING)} compress gradients. Received: compression={given!r}, "
-            f"scheme={scheme!r}. Try leaving it out."
+            "What crosses a pipeline's cuts is of other rows in every minibatch: it cannot be compressed as gradients "
+            f"of weights can. Received: compression={given!r}, scheme={scheme!r}. "
+            f"Try one of: {', '.join(each.name for each in CUTS)}."
+        )
+    if compression.error_feedback and not type(compression).error_feedback:
+        raise ValueError(
+            "What a message of other rows lacks is of no use to the next one. Received: "
+            f"compression={given!r}, scheme={scheme!r}. Try error_feedback=False."
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coded_reduce import Tree, checked_tree
-from pipetrain.schemes.compression import COMPRESSIONS, Compression, check_compression, compression_of
+from pipetrain.schemes.compression import COMPRESSIONS, CUTS, Compression, check_crossing, compression_of
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.synchrony import LocalSGD, check_synchrony, synchrony_of
@@ -26,6 +26,8 @@ from pipetrain.schemes.table import (
     PIPELINES,
     RECOMMENDED,
     SERVING,
+    TRANSFERRING,
+    UNCUT,
     check_name,
     check_options,
     chunked,
@@ -91,19 +93,56 @@ class SchemeOptions:
         return {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
 
 
+def check_compression(given: Any, scheme: str) -> None:
+    """Raise ValueError, TypeError for no compression, and for a scheme that does not have it; None is the default."""
+    if compression_of(given) is None or scheme in TRANSFERRING:
+        return
+    if scheme in UNCUT:
+        raise ValueError(
+            f"Only pipelines, {' and '.join(TRANSFERRING)} compress what they send. Received: compression={given!r}, "
+            f"scheme={scheme!r}. Try leaving it out."
+        )
+    check_crossing(given, scheme)
+
+
 @dataclass(frozen=True, repr=False, kw_only=True)
-class AsynchronousOptions(SchemeOptions):
+class PipelineOptions(SchemeOptions):
+    """A pipeline, of which what crosses the cuts may be compressed."""
+
+    compression: str | Compression | None = field(
+        default=None,
+        metadata=described(
+            f"of activations and their gradients between stages ({', '.join(each.name for each in CUTS)}), also with "
+            "a block's size, as in int8:64; the weights are then others than without",
+            metavar="NAME[:VALUE]",
+            by_default="none",
+        ),
+    )
+
+    def _check(self) -> None:
+        check_compression(self.compression, self.name)
+
+    @property
+    def scheme(self) -> Scheme:
+        """The schedule and the policy, with these options."""
+        return self._of_table()._replace(compression=compression_of(self.compression))
+
+    def _of_table(self) -> Scheme:
+        return scheme_of_table(self.name)
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class AsynchronousOptions(PipelineOptions):
     """A pipeline that never drains between minibatches."""
 
     def _check(self) -> None:
+        super()._check()
         check_options(self.name, **self._policy())
 
     def _policy(self) -> dict[str, Any]:
         return {**DEFAULT_POLICY, **{name: getattr(self, name) for name in DEFAULT_POLICY if hasattr(self, name)}}
 
-    @property
-    def scheme(self) -> Scheme:
-        """The schedule and the policy, with these options."""
+    def _of_table(self) -> Scheme:
         return scheme_of_table(self.name, **self.policy)
 
     @property
@@ -123,6 +162,9 @@ class Vanilla(AsynchronousOptions):
             then; for SGD with momentum. Source: Kosson et al. 2020 (arXiv 2003.11666).
         rescale_steps: learning rates are divided by the staleness of the gradient, with an effect that decreases to
             none over this many steps; where it is at most 1, nothing changes. Source: PipeMare (arXiv 1910.05124).
+        compression: what becomes of activations and their gradients between stages: ``bfloat16``, ``float16``,
+            ``int8`` or ``int4``, also with a block's size, ``"int8:64"``, or an object such as
+            ``pipetrain.Int8(block=64)``. What has no gradients is sent as it is.
     """
 
     name: ClassVar[str] = "vanilla"
@@ -156,6 +198,7 @@ class SpikeCompensation(AsynchronousOptions):
 
     Args:
         rescale_steps: as that of ``Vanilla``.
+        compression: likewise.
     """
 
     name: ClassVar[str] = "spike-compensation"
@@ -178,7 +221,8 @@ class SpecTrain(Vanilla):
             ``"auto"``: for SGD with momentum, Adam and other optimizers of Keras whose momentum is known; True:
             ValueError for others; False: never.
         spike_compensation: as that of ``Vanilla``.
-        rescale_steps: as that of ``Vanilla``.
+        rescale_steps: likewise.
+        compression: likewise.
     """
 
     name: ClassVar[str] = "spectrain"
@@ -208,6 +252,7 @@ class TwoBW(AsynchronousOptions):
     Args:
         horizon: how many updates ahead of that version weights are predicted, 0 as published; 1.5 is recommended.
         spike_compensation: as that of ``Vanilla``.
+        compression: likewise.
     """
 
     name: ClassVar[str] = "2bw"
@@ -223,22 +268,75 @@ class TwoBW(AsynchronousOptions):
 
 
 @dataclass(frozen=True, repr=False)
-class Interleaved(SchemeOptions):
+class GPipe(PipelineOptions):
+    """``gpipe``: all forwards of a minibatch, then all backwards. Source: arXiv 1811.06965.
+
+    Args:
+        compression: as that of ``Vanilla``.
+    """
+
+    name: ClassVar[str] = "gpipe"
+
+
+@dataclass(frozen=True, repr=False)
+class OneFOneB(GPipe):
+    """``1f1b``: one forward, one backward, in turns. Source: arXiv 2006.09503; options of ``GPipe``."""
+
+    name: ClassVar[str] = "1f1b"
+
+
+@dataclass(frozen=True, repr=False)
+class ZBH1(GPipe):
+    """``zb-h1``: backwards in halves, the memory of 1F1B. Source: arXiv 2401.10241; options of ``GPipe``."""
+
+    name: ClassVar[str] = "zb-h1"
+
+
+@dataclass(frozen=True, repr=False)
+class ZBH2(GPipe):
+    """``zb-h2``: backwards in halves, twice the memory of 1F1B. Source: arXiv 2401.10241; options of ``GPipe``."""
+
+    name: ClassVar[str] = "zb-h2"
+
+
+@dataclass(frozen=True, repr=False)
+class ZBV(GPipe):
+    """``zb-v``: backwards in halves, two stages a device. Source: arXiv 2401.10241; options of ``GPipe``."""
+
+    name: ClassVar[str] = "zb-v"
+
+
+@dataclass(frozen=True, repr=False)
+class VHalf(GPipe):
+    """``v-half``: as ``zb-v``, with half the memory. Source: arXiv 2405.15362; options of ``GPipe``."""
+
+    name: ClassVar[str] = "v-half"
+
+
+@dataclass(frozen=True, repr=False)
+class VMin(GPipe):
+    """``v-min``: as ``zb-v``, with a third of the memory. Source: arXiv 2405.15362; options of ``GPipe``."""
+
+    name: ClassVar[str] = "v-min"
+
+
+@dataclass(frozen=True, repr=False)
+class Interleaved(PipelineOptions):
     """``interleaved``: 1F1B of several stages a device. Source: Megatron-LM (arXiv 2104.04473).
 
     Args:
         chunks: how many stages each device has.
+        compression: as that of ``Vanilla``.
     """
 
     name: ClassVar[str] = "interleaved"
     chunks: int = field(default=2, metadata=described("stages on a device", metavar="N"))
 
-    @property
-    def scheme(self) -> Scheme:
-        """The schedule with so many stages on a device."""
+    def _of_table(self) -> Scheme:
         return scheme_of_table(chunked(self.name, self.chunks))
 
     def _check(self) -> None:
+        super()._check()
         chunked(self.name, self.chunks)
 
 
@@ -246,8 +344,7 @@ class Interleaved(SchemeOptions):
 class LoopedBFS(Interleaved):
     """``looped-bfs``: several stages a device, each for all microbatches. Source: arXiv 2211.05953.
 
-    Args:
-        chunks: how many stages each device has.
+    Options as those of ``Interleaved``.
     """
 
     name: ClassVar[str] = "looped-bfs"
@@ -373,8 +470,9 @@ class Auto(SchemeOptions):
         staleness: what it may choose: ``none``, training that equals the unsplit model's; or ``predicted``, pipelines
             that never drain, whose weights are predicted (``SpecTrain(horizon="target")``), too.
         allow: what else it may choose, a tuple or a text with commas: ``staleness``, which is ``predicted`` above;
-            ``compression``, an all-reduce with compressed gradients; ``local``, one whose workers join their weights
-            after 8 steps. With the last two also both together.
+            ``compression``, an all-reduce with compressed gradients, and pipelines whose cuts are crossed by 8 bits;
+            ``local``, an all-reduce whose workers join their weights after 8 steps. With the last two also both
+            together.
     """
 
     name: ClassVar[str] = AUTO
@@ -406,6 +504,7 @@ OPTIONS: dict[str, type[SchemeOptions]] = {
     each.name: each
     for each in (
         *(SpecTrain, TwoBW, Vanilla, WeightStashing, VerticalSync, SpikeCompensation, Interleaved, LoopedBFS),
+        *(GPipe, OneFOneB, ZBH1, ZBH2, ZBV, VHalf, VMin),
         *(AllReduce, ParameterServer, CodedReduce, Auto),
     )
 }
@@ -467,7 +566,9 @@ def policy_of(scheme: AnyScheme) -> dict[str, Any]:
         synchrony = synchrony_of(scheme.synchrony) if isinstance(scheme, AllReduce) else None
         sent = {"compression": compression_of(scheme.compression), "synchrony": synchrony}
         return {**DEFAULT_POLICY, **{name: str(each) for name, each in sent.items() if each is not None}}
-    return scheme.policy if isinstance(scheme, AsynchronousOptions) else dict(DEFAULT_POLICY)
+    policy = scheme.policy if isinstance(scheme, AsynchronousOptions) else dict(DEFAULT_POLICY)
+    crossing = compression_of(scheme.compression) if isinstance(scheme, PipelineOptions | Scheme) else None
+    return policy if crossing is None else {**policy, "compression": str(crossing)}
 
 
 def scheduled(scheme: AnyScheme) -> str | Scheme:
@@ -521,7 +622,8 @@ def with_options(scheme: AnyScheme, **given: Any) -> AnyScheme:
     name = name_of(scheme)
     check_owned(given, scheme)
     if isinstance(scheme, Scheme):
-        return scheme_of_table(scheme, **{**DEFAULT_POLICY, **given})
+        crossing = compression_of(given.pop("compression", scheme.compression))
+        return scheme_of_table(scheme, **{**DEFAULT_POLICY, **given})._replace(compression=crossing)
     given = {option: value for option, value in given.items() if name in owners(option)}  # others have no effect
     if not given:
         return scheme
@@ -531,6 +633,16 @@ def with_options(scheme: AnyScheme, **given: Any) -> AnyScheme:
         grid = check_grid(given["grid"], GRID)
         return grid if isinstance(grid, Grid) else GRID  # of which the name alone is the automatic one
     return OPTIONS[name](**given)
+
+
+def compressing(scheme: AnyScheme, compression: str | Compression | None) -> AnyScheme:
+    """The scheme with this compression of what crosses its cuts, if it is a pipeline that has none yet."""
+    is_pipeline = isinstance(scheme, Scheme) or name_of(scheme) in PIPELINES
+    if compression_of(compression) is None or not is_pipeline or name_of(scheme) in UNCUT:
+        return scheme
+    if isinstance(scheme, PipelineOptions):
+        return scheme if scheme.compression is not None else replace(scheme, compression=compression)
+    return with_options(scheme, compression=compression)
 
 
 def check_owned(given: Mapping[str, Any], *schemes: AnyScheme) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+from pipetrain.schemes.compression import Compression, check_crossing
 from pipetrain.schemes.policies import OneTargetPolicy, Policy, Read, Reader
 from pipetrain.schemes.prediction import stretch
 from pipetrain.schemes.schedules import Schedule
@@ -56,7 +57,7 @@ class Scheme(NamedTuple):
     ``trains``: whether every forward is followed by a backward. ``splits``: whether minibatches are divided into
     microbatches. ``fits``: whether predictions use a fitted multiple of the velocity. ``spikes`` and ``rescale_steps``:
     spike compensation, and the steps over which rates are rescaled by staleness (0: not). ``least(N)``: the fewest
-    microbatches with N stages, where minibatches are divided.
+    microbatches with N stages, where minibatches are divided. ``compression``: of what crosses the cuts.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Scheme(NamedTuple):
     spikes: bool = False
     rescale_steps: int = 0
     least: Callable[[int], int] = one
+    compression: Compression | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -91,7 +93,7 @@ class Scheme(NamedTuple):
         return Reader(microbatch, stage, stages, microbatches, self.schedule.found, first)
 
     def check(self) -> None:
-        """Raise ValueError for a schedule or a policy that is none, or that cannot be looked up."""
+        """Raise ValueError, TypeError for parts that are none, or that cannot be looked up."""
         if not isinstance(self.schedule, Schedule) or not callable(self.schedule.order):
             raise ValueError(
                 f"A scheme has a Schedule. Received: schedule={self.schedule!r}, scheme={self.name!r}. "
@@ -102,6 +104,12 @@ class Scheme(NamedTuple):
             raise ValueError(
                 "A policy is an object that has forward, backward and predicts. Received: "
                 f"policy={self.policy!r}, scheme={self.name!r}. Try one like policies.VanillaPolicy()."
+            )
+        check_crossing(self.compression, self.name)
+        if isinstance(self.compression, str):
+            raise TypeError(
+                f"A scheme has the compression itself. Received: compression={self.compression!r}, "
+                f"scheme={self.name!r}. Try pipetrain.Int8()."
             )
         try:
             hash(self)

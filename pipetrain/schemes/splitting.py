@@ -68,6 +68,12 @@ class RowsPiece(NamedTuple):
         return self.start == 0 and self.stop == self.of
 
 
+def stream_of(microbatch: int, piece: RowsPiece, ends: tuple[int, int]) -> int:
+    """The number of a piece of a minibatch's microbatch among all that stages of so many replicas send each other."""
+    senders, receivers = ends
+    return (microbatch * senders + piece.sender) * receivers + piece.receiver
+
+
 class Parts(NamedTuple):
     """A minibatch of so many rows in so many microbatches; replicas have parts of a microbatch each.
 

@@ -126,7 +126,7 @@ def check_name(name: object) -> str:
     """``name``, or that of a ``Scheme``; ValueError with the valid names otherwise, or what the scheme lacks."""
     if isinstance(name, Scheme):
         name.check()
-        if name.name in EVERY_NAME and PIPELINES.get(name.name) != name:
+        if name.name in EVERY_NAME and PIPELINES.get(name.name) != name._replace(compression=None):
             raise ValueError(
                 f"There is another scheme of this name. Received: scheme={name.name!r}. Try a name of its own."
             )

@@ -222,10 +222,11 @@ class StationBuilder:
     def _sizes(self, stage: int, r: int, q: int) -> list[int | None]:
         """Bytes of each microbatch between replica r of a stage and q of the next: those of the rows they share."""
         sizes: list[int | None] = []
+        crossing_bytes = self._stages[stage].crossing_bytes(self._scheme.compression)
         shares = self._shares[self._place(stage)], self._shares[self._place(stage + 1)]
         for upper, lower in zip(*shares, strict=True):
             rows = min(upper[r].stop, lower[q].stop) - max(upper[r].start, lower[q].start)
-            sizes.append(round(self._stages[stage].output_bytes * rows / self._batch_size) if rows > 0 else None)
+            sizes.append(round(crossing_bytes * rows / self._batch_size) if rows > 0 else None)
         return sizes
 
     def _replicate(self) -> None:

@@ -16,7 +16,7 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.compression import Compression
-from pipetrain.schemes.options import AnyScheme, check_microbatches, name_of, splits
+from pipetrain.schemes.options import AnyScheme, check_microbatches, compressing, name_of, splits
 from pipetrain.schemes.synchrony import LocalSGD
 from pipetrain.schemes.table import (
     CODED,
@@ -124,7 +124,7 @@ def compare(
             of them the root's children, of which one may be late.
         grid: of the scheme of this name; by default the one that sends the least.
         servers: of ``parameter-server``, on as many of the devices; by default on all.
-        compression: of the gradients of those schemes that order their transfers.
+        compression: of the gradients of those schemes that order their transfers, and of what crosses pipelines' cuts.
         synchrony: of ``all-reduce``.
         options: of ``simulate``.
 
@@ -132,6 +132,7 @@ def compare(
         ValueError: what cannot be planned or simulated; ``microbatches`` where none of the schemes splits minibatches.
     """
     cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
+    schemes = [compressing(scheme, compression) for scheme in schemes]
     split = {scheme: splits(training.under(scheme).scheme) for scheme in schemes}
     for scheme in [each for each in schemes if split[each]] or schemes:
         check_microbatches(microbatches, training.under(scheme).scheme)

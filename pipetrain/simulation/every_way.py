@@ -20,9 +20,11 @@ from pipetrain.schemes.options import (
     STALENESS,
     AllReduce,
     AnyScheme,
+    PipelineOptions,
     SpecTrain,
     allowed,
     check_synchronous,
+    compressing,
     name_of,
     with_options,
 )
@@ -38,6 +40,7 @@ TARGET_MICROBATCHES = (1, 2, 4, 8, 16)  # of it: at least a quarter of the stage
 ROUNDS = (1, 2, 4, 8)  # numbers of microbatches to try, in those of devices
 MOST = 8192  # microbatches of all devices together that are worth the time to simulate them
 SENT, LOCAL = ("int8", "int4", "top-k", "power-sgd"), "local:8"  # to try, where training need not be exact
+CROSSING = "int8"  # likewise
 CHUNKS = (2, 3)  # stages a device to try, where a schedule leaves that open
 SUM_PASSES = 3  # over the weights' bytes: a sum of two gradients reads both and is written
 MOST_BLOCKS = 96  # of a chain while ways are compared; at least four for each device
@@ -60,7 +63,8 @@ class Chooser:
     Ways are ``single``; data parallelism, by ``all-reduce`` and ``parameter-server`` with the order of transfers that
     suits; the ``grid`` that sends the least; pipelines with every synchronous schedule; and ``hybrid`` ones with
     several devices for slow stages. Where ``staleness`` is allowed, also pipelines whose weights are predicted to one
-    target, which never drain; where ``compression`` or ``local`` is, an all-reduce that sends less. MirroredStrategy
+    target, which never drain; where ``compression`` or ``local`` is, an all-reduce that sends less, and with the former
+    pipelines whose cuts are crossed by fewer bytes. MirroredStrategy
     (``data-parallel``) and ``coded-reduce`` are there to compare with, and not taken: what the latter is for, workers
     that are late, is not predicted.
 
@@ -110,8 +114,11 @@ class Chooser:
             ways = [*self._pipelines(), one._replace(kind=BASELINE)]
         else:
             ways = [one, *self._copied, *self._pipelines(), *self._hybrids("1f1b", self._counts())]
-            ways += self._predicted() if "staleness" in self._allow else ()
+            compressions = (None, CROSSING) if "compression" in self._allow else (None,)
+            for compression in compressions if "staleness" in self._allow else ():
+                ways += self._predicted(compressing(TARGET, compression))
             ways += self._sending_less()
+            ways += self._crossed_by_less() if "compression" in self._allow else ()
         if as_set is not None:
             self._set_cut = as_set[1]
             ways = [way._replace(is_set=way.is_like(as_set[0])) for way in ways]
@@ -148,7 +155,8 @@ class Chooser:
         arguments |= {"replicas": cut.replicas} if max(cut.replicas) > 1 else {}
         arguments |= {"microbatches": training.microbatches} if training.chosen.splits else {}
         kind = "hybrid" if max(cut.replicas) > 1 else "pipeline"
-        return self._way(kind, cut, **arguments)._replace(is_set=True, is_exact=not training.chosen.asynchronous), cut
+        is_exact = not training.chosen.asynchronous and training.chosen.compression is None
+        return self._way(kind, cut, **arguments)._replace(is_set=True, is_exact=is_exact), cut
 
     def _uncut(self, scheme: AnyScheme, name: str) -> tuple[Way, Partition]:
         """A scheme whose devices have all layers."""
@@ -197,6 +205,15 @@ class Chooser:
                 way = self._copies.of(scheme)
                 if way is not None:
                     yield way._replace(is_exact=False, family=f"all-reduce, {compression}, {synchrony}")
+
+    def _crossed_by_less(self) -> Iterator[Way]:
+        """1F1B with compressed cuts, of one device a stage and of several."""
+        depth, scheme = self._depth(), compressing("1f1b", CROSSING)
+        counts = microbatch_counts(depth, depth, self._profile.batch_size)
+        if depth > 1 and counts:
+            way = fastest_of([*self._with_each(scheme, counts)])
+            yield way._replace(is_exact=False, family=_family(scheme))
+        yield from self._hybrids(scheme, self._counts())
 
     def _pipelines(self) -> Iterator[Way]:
         """Each synchronous schedule with the microbatches that suit it, as far as there are blocks for its stages.
@@ -273,20 +290,22 @@ class Chooser:
         """The best cut with replicated stages for each number of microbatches, if it has any."""
         for count in counts:
             for cut in self._replicated(self._in(count), self._trained(scheme, count)):
-                if scheme != TARGET or 4 * count >= len(cut.stages):
+                if name_of(scheme) == "1f1b" or 4 * count >= len(cut.stages):
                     arguments = {"scheme": scheme, "replicas": cut.replicas, "microbatches": count}
-                    yield self._way("hybrid", cut, **arguments)._replace(is_exact=scheme != TARGET)
+                    way = self._way("hybrid", cut, **arguments)
+                    yield way._replace(is_exact=scheme == "1f1b", family=_family(scheme))
 
-    def _predicted(self) -> Iterator[Way]:
+    def _predicted(self, scheme: AnyScheme) -> Iterator[Way]:
         """Pipelines that never drain, whose weights are predicted to one target."""
         depth = self._depth()
         if depth == 1:
             return
         counts = [count for count in TARGET_MICROBATCHES if count <= self._profile.batch_size]
         for count in (count for count in counts if 4 * count >= depth):
-            cut = self._laid_out(self._in(count), self._trained(TARGET, count))
-            yield self._way("pipeline", cut, scheme=TARGET, microbatches=count)._replace(is_exact=False)
-        yield from self._hybrids(TARGET, counts)
+            cut = self._laid_out(self._in(count), self._trained(scheme, count))
+            way = self._way("pipeline", cut, scheme=scheme, microbatches=count)
+            yield way._replace(is_exact=False, family=_family(scheme))
+        yield from self._hybrids(scheme, counts)
 
     def _trained(self, scheme: AnyScheme, microbatches: int) -> Training:
         return self._training.under(scheme)._replace(microbatches=microbatches)
@@ -313,6 +332,12 @@ class Chooser:
 def microbatch_counts(times: int, devices: int, batch_size: int) -> list[int]:
     """The numbers of microbatches worth trying on so many devices: ``times`` 1, 2, 4 and 8, as far as can be."""
     return [rounds * times for rounds in ROUNDS if rounds * times <= min(batch_size, MOST / devices)]
+
+
+def _family(scheme: AnyScheme) -> str:
+    """That of ways whose cuts are crossed by fewer bytes; empty, which stands for the scheme's name, of others."""
+    compression = scheme.compression if isinstance(scheme, PipelineOptions) else None
+    return "" if compression is None else f"{scheme}, {compression}"
 
 
 def _candidates(one_stage: bool) -> Iterator[AnyScheme]:

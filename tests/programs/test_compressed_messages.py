@@ -1,4 +1,4 @@
-"""What compressed gradients take at the network's interface, between emulated hosts."""
+"""What compressed messages take at the network's interface, between emulated hosts."""
 
 from __future__ import annotations
 
@@ -8,22 +8,44 @@ import namespaces
 import numpy as np
 import pytest
 
-from pipetrain.schemes.compression import COMPRESSIONS, NONE
+from pipetrain.schemes.compression import COMPRESSIONS, CUTS, NONE
 
 PROGRAM = str(namespaces.ROOT / "tests/compressed_messages.py")
 MISSING = [name for name, there in namespaces.NEEDED.items() if not there]
 
 
-@pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
+def figures(*names):
+    """What a step sends and what is planned, by name."""
+    with namespaces.Workers(2, "10.81.0") as hosts:
+        done = hosts.program(PROGRAM, ",".join(names), *hosts.workers)
+    assert done.returncode == 0, f"{done.returncode} {done.stderr[-3000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+NEEDS_HOSTS = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
+
+
+@NEEDS_HOSTS
+@pytest.mark.wide
+@pytest.mark.timeout(600)
+def test_as_many_bytes_cross_a_cut_as_are_planned():
+    """Both ways together, within 5%: 10 to 40 KB are those of calls, of labels and of predictions."""
+    found = figures(
+        *(f"{scheme}/{name}" for scheme in ("1f1b", "spectrain") for name in (NONE, *(c.name for c in CUTS)))
+    )
+    for name, each in found.items():
+        sent, planned = np.mean(each["sent"]), each["planned"]
+        told = f"{name}: {sent:.0f} bytes sent in a step, {planned} planned"
+        print(told)
+        assert planned <= sent <= 1.05 * planned + 40_000, told
+
+
+@NEEDS_HOSTS
 @pytest.mark.wide
 @pytest.mark.timeout(600)
 def test_as_many_bytes_leave_a_host_as_are_planned():
     """Within 2%, and 10 KB that a step's calls have of their own."""
-    with namespaces.Workers(2, "10.81.0") as hosts:
-        done = hosts.program(PROGRAM, ",".join((NONE, *COMPRESSIONS)), *hosts.workers)
-    assert done.returncode == 0, f"{done.returncode} {done.stderr[-3000:]}"
-    found = json.loads(done.stdout.splitlines()[-1])
-    for name, each in found.items():
+    for name, each in figures(NONE, *COMPRESSIONS).items():
         sent, planned = np.median(each["sent"]), each["planned"]
         told = f"{name}: {sent:.0f} bytes sent in a step, {planned} planned"
         print(told)

@@ -343,6 +343,17 @@ def test_ways_that_send_less_are_taken_only_where_they_are_allowed_and_gain():
         choose(heavy, 4, slow, allow="compresion")
 
 
+def test_pipelines_whose_cuts_are_crossed_by_less_are_taken_only_where_that_is_allowed():
+    sizes = {"weight_bytes": 64 * MIB, "output_bytes": MIB}
+    wide = replace(uneven(8), blocks=tuple(replace(block, **sizes) for block in uneven(8).blocks))
+    slow = Cluster((Level(Link(3e7, 1e-4)),))
+    taken = choose(wide, 4, slow, allow="compression").taken
+    assert (taken.name, taken.told["compression"], taken.is_exact) == ("1f1b", "int8", False)
+    assert choose(wide, 4, slow).taken.is_exact
+    ahead = choose(wide, 4, slow, allow="compression,staleness").ways
+    assert {each.told.get("compression") for each in ahead if each.name == "spectrain"} == {None, "int8"}
+
+
 def test_options_of_schemes_without_stages_are_predicted():
     """One server sends and gets more, and holds more; an order has its own seconds; a tree its own devices."""
     heavy = replace(uneven(8), blocks=tuple(replace(block, weight_bytes=4 * MIB) for block in uneven(8).blocks))

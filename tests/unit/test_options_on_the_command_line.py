@@ -23,7 +23,7 @@ GIVEN = {  # what is written, and what it means
     "stretch_momentum": ("no", False),
     "chunks": ("3", 3),
     "order": ("tic", "tic"),
-    "compression": ("top-k:0.1", "top-k:0.1"),
+    "compression": ("int8:64", "int8:64"),
     "synchrony": ("local:4", "local:4"),
     "servers": ("2", 2),
     "children": ("4", 4),
@@ -142,7 +142,7 @@ def test_a_command_line_has_options_and_words_of_its_own():
 @pytest.mark.parametrize(
     ("command", "wanted"),
     [
-        ("plan", "horizon chunks staleness allow"),
+        ("plan", "horizon chunks compression staleness allow"),
         ("simulate", "horizon chunks order compression synchrony servers children depth stragglers grid"),
         ("schedule", "chunks"),
     ],

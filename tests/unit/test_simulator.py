@@ -24,7 +24,7 @@ from pipetrain.plan.partition import plan
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes import ScheduleError, dry_run, schedules
 from pipetrain.schemes.actions import Action
-from pipetrain.schemes.options import SpecTrain
+from pipetrain.schemes.options import OneFOneB, SpecTrain
 from pipetrain.schemes.table import NAMES, SCHEMES
 from pipetrain.simulation import pipeline, simulator
 from pipetrain.simulation.build import StationBuilder
@@ -604,3 +604,21 @@ def test_simulate_on_the_command_line(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         command_line.main(["simulate", "--help"])
     assert '"contention": "port"' in capsys.readouterr().out
+
+
+def test_what_crosses_the_cuts_is_compressed():
+    """Numbers with gradients alone; of others, and of numbers that are small already, all bytes are sent."""
+    size, slow = 4 * 32 * 1000, joined_by(1e6)
+    parts = cut([(0.01, 0.02, 0.0, size, 0)] * 2, microbatches=4)
+    half = replace(parts.stages[0], floats=(size // 8, size // 2))
+    for kind, sent in (
+        (OneFOneB(), size),
+        (OneFOneB(compression="bfloat16"), size // 2),
+        (OneFOneB(compression="int8"), size // 4 + 4 * size // 4 // 256),
+    ):
+        trace = simulate(parts, kind, slow, 4)
+        assert sum(each.size_bytes for each in trace.transfers) == 4 * 2 * sent
+        assert sent / 1e6 < trace.step_s < 0.06 + 2 * sent / 1e6
+    assert half.crossing_bytes(OneFOneB(compression="bfloat16").scheme.compression) == 3 * size // 4
+    assert replace(half, floats=(0, 0)).crossing_bytes(OneFOneB(compression="int8").scheme.compression) == size
+    assert simulate(parts, SpecTrain(compression="int8"), slow, 4).step_s < simulate(parts, "spectrain", slow, 4).step_s

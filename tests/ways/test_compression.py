@@ -1,4 +1,4 @@
-"""Gradients that are compressed on their way: the same weights in every order, state that lasts, what is refused."""
+"""Gradients, and what crosses cuts, compressed on their way: which weights come of it, what lasts, what is refused."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import networks
 import numpy as np
 import parameters
 import pytest
+import reference
 import tensorflow as tf
 from checkpointed import STEPS
 from checkpointed import run as checkpointed
 from transfer_models import words
 
 import pipetrain
-from pipetrain.schemes.compression import COMPRESSIONS, Compression, TopK
+from pipetrain.compute.transfers.compression import TENSORS, uniform
+from pipetrain.schemes.compression import COMPRESSIONS, CUTS, Compression, Int8, TopK, compression_of
+from pipetrain.schemes.splitting import microbatch_rows
 
 EVERY = tuple(COMPRESSIONS)
 DEVICES = ("CPU:0", "CPU:1", "CPU:2")
@@ -212,10 +215,179 @@ def test_other_types_of_numbers(dtype):
             assert planned[n] == sum(each.dtype.size * each.shape.num_elements() for each in codec.parts)
 
 
-def test_only_data_parallelism_by_messages_compresses():
-    with pytest.raises(ValueError, match="compress gradients"):
-        networks.in_way(networks.small(), 2, "1f1b", compression="int8")
+def test_what_compresses_nothing_is_refused():
+    for scheme in ("single", "data-parallel", "grid"):
+        with pytest.raises(ValueError, match="compress what they send"):
+            networks.in_way(networks.small(), scheme=scheme, compression="int8")
     with pytest.raises(ValueError, match="Unknown compression"):
         pipetrain.AllReduce(compression="int9")
     with pytest.raises(ValueError, match="chosen, too"):
         networks.in_way(networks.small(), scheme="auto", compression="int8")
+
+
+# What crosses a pipeline's cuts
+
+CROSSING = tuple(each.name for each in CUTS)
+DEPTH, WIDTH, ROWS, BATCH, RATE = 6, 16, 50, 8, 0.05
+PIPELINES = {  # each with the rule of the reference, its stages, and its other options
+    "1f1b": (reference.Settings("synchronous", lambda t: RATE, microbatches=3), 3, {"microbatches": 3}),
+    "gpipe": (reference.Settings("synchronous", lambda t: RATE, microbatches=2), 2, {"microbatches": 2}),
+    "zb-h1": (reference.Settings("synchronous", lambda t: RATE, microbatches=4), 3, {"microbatches": 4}),
+    "zb-v": (reference.Settings("synchronous", lambda t: RATE, microbatches=4), 4, {"microbatches": 4}),
+    "interleaved": (reference.Settings("synchronous", lambda t: RATE, microbatches=2), 4, {"microbatches": 2}),
+    "vanilla": (reference.Settings("vanilla", lambda t: RATE), 3, {}),
+    "weight-stashing": (reference.Settings("weight-stashing", lambda t: RATE), 2, {}),
+    "spectrain": (reference.Settings("spectrain", lambda t: RATE), 4, {}),
+    "2bw": (reference.Settings("2bw", lambda t: RATE, microbatches=3), 3, {"microbatches": 3}),
+}
+
+
+def crossed(name):
+    """What arrives of a tensor that crosses a cut, by NumPy; random numbers are those of the package."""
+    options = compression_of(name)
+
+    def crosses(values, way, cut, minibatch, microbatch):
+        sent = values.astype(np.float32)
+        if options is None or isinstance(options, Int8):
+            return values if options is None else integers(sent, way, cut, minibatch, microbatch)
+        return tf.cast(tf.cast(sent, options.name), tf.float64).numpy()
+
+    def integers(sent, way, cut, minibatch, microbatch):
+        seed = tf.constant(minibatch, tf.int64), (2 * cut + (way == "B")) * TENSORS
+        random, flat = uniform(seed, microbatch + 1, [sent.size]).numpy(), sent.ravel()
+        made = np.zeros(sent.size)
+        for first in range(0, sent.size, options.block):
+            part = slice(first, first + options.block)
+            step = np.abs(flat[part]).max() / np.float32(options.levels)
+            made[part] = np.floor(flat[part] / step + random[part]) * step if step else 0.0
+        return made.reshape(sent.shape)
+
+    return crosses
+
+
+def by_the_reference(scheme, name):
+    settings, stages, _ = PIPELINES[scheme]
+    x, y = networks.data(ROWS)
+    state = reference.State([tuple(layer.get_weights()) for layer in networks.mlp(DEPTH, WIDTH).layers])
+    batches = [(x[n : n + BATCH], y[n : n + BATCH]) for n in range(0, ROWS, BATCH)]
+    for _ in range(2):
+        reference.train(settings, state, networks.ends(DEPTH, stages), batches, crossed(name))
+    return [array for layer in state.layers for array in layer]
+
+
+def piped(scheme, name, **settings):
+    _, stages, own = PIPELINES[scheme]
+    on = {"devices": DEVICES[:2]} if scheme in ("interleaved", "zb-v") else {}
+    given = {"cuts": networks.cuts(DEPTH, stages), **own, **on, **settings}
+    pm = networks.pipeline(networks.mlp(DEPTH, WIDTH), scheme=scheme, compression=name, **given)
+    networks.fit(pm, *networks.data(ROWS), batch_size=BATCH, epochs=2)
+    return pm
+
+
+def furthest(first, second):
+    return max(np.abs(a - b).max() for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    parameters.combinations(
+        [*PIPELINES],
+        (*CROSSING, "int8:5"),
+        default=[("1f1b", "int8"), ("zb-v", "int4"), ("spectrain", "int8:5"), ("2bw", "bfloat16")],
+    ),
+)
+def test_weights_with_compressed_cuts_are_those_of_the_reference(scheme, name):
+    """Nearer by far than to what comes of no compression: a random number may be as near to a step as rounding is."""
+    weights, expected = piped(scheme, name).get_weights(), by_the_reference(scheme, name)
+    apart = furthest(expected, by_the_reference(scheme, None))
+    assert furthest(weights, expected) < max(0.1 * apart, 1e-5) and apart > 1e-5
+
+
+@pytest.mark.parametrize("scheme", ("1f1b", "spectrain"))
+def test_threads_send_what_functions_do_and_no_compression_is_none(scheme, monkeypatch):
+    plain = piped(scheme, None).get_weights()
+    networks.assert_equal(piped(scheme, "none").get_weights(), plain)
+    in_functions = piped(scheme, "int8").get_weights()
+    inside.by_threads(monkeypatch)
+    by_threads = piped(scheme, "int8")
+    assert not inside.is_program(by_threads)
+    assert furthest(by_threads.get_weights(), in_functions) < 0.1 * furthest(in_functions, plain)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    parameters.combinations(
+        ("1f1b", "spectrain", "vanilla", "zb-h1"), CROSSING, default=[("1f1b", "int4"), ("spectrain", "int8")]
+    ),
+)
+def test_a_pipeline_that_is_stopped_goes_on_bitwise(scheme, name, tmp_path):
+    way = {"scheme": scheme, "compression": name}
+    whole, _ = checkpointed(tmp_path / "whole", **way)
+    _, history = checkpointed(tmp_path / "stopped", stop_after=STEPS + 3, **way)
+    assert history is None
+    again, _ = checkpointed(tmp_path / "stopped", **way)
+    networks.assert_equal(again.get_weights(), whole.get_weights())
+
+
+def test_replicas_send_each_other_messages_of_their_rows():
+    for scheme in ("1f1b", "spectrain"):
+        pieces = {"microbatches": 2} if scheme == "1f1b" else {}
+        found = [
+            networks.pipeline(scheme=scheme, compression=name, replicas=(2, 1, 2), **pieces)
+            for name in ("int8", "int8", None)
+        ]
+        for pm in found:
+            networks.fit(pm, *networks.data(ROWS), epochs=2)
+        first, second, plain = (pm.get_weights() for pm in found)
+        networks.assert_equal(first, second)
+        assert 0 < furthest(first, plain) < 0.05
+
+
+def test_tokens_and_masks_cross_as_they_are():
+    """Tokens that cross a cut with activations, an embedding's mask, and a model with open lengths."""
+    draw = np.random.default_rng(0)
+    tokens, x = draw.integers(1, 20, (60, 6)), draw.normal(size=(60, 6, 4)).astype("float32")
+    given, beside = keras.Input((None, 4)), keras.Input((None,), dtype="int32")
+    first = keras.layers.Dense(4, "tanh", name="first")(given)
+    words = keras.layers.Embedding(20, 4, mask_zero=True, name="words")(beside)
+    y = keras.layers.LSTM(5)(keras.layers.Add(name="sum")([first, words]))
+    model = keras.Model([given, beside], keras.layers.Dense(5)(y))
+    pm = networks.pipeline(model, scheme="1f1b", compression="int4", cuts=("first", "sum"), microbatches=2)
+    networks.fit(pm, [x, tokens], np.arange(60) % 5, epochs=2)
+    assert np.isfinite(pm.evaluate([x, tokens], np.arange(60) % 5, verbose=0)[0])
+    sent = pm.trace.transfers
+    for size, stage in ((10 * 6 * 4, 0), (10 * 6 * 4, 1)):
+        down = [each.size_bytes for each in sent if each.op == "F" and each.from_stage == stage]
+        beside_bytes = size if stage == 0 else 10 * 6  # tokens of 4 bytes; then a mask
+        assert max(down) == 8 + size // 2 + 4 * math.ceil(size / 64) + beside_bytes
+
+
+@pytest.mark.parametrize("spoiled", [math.nan, math.inf])
+def test_an_activation_that_is_not_finite_is_not_hidden(spoiled):
+    x, y = networks.data(20)
+    pm = networks.pipeline(networks.mlp(2, 16), scheme="1f1b", cuts=("d0",), compression="int8")
+    networks.fit(pm, x, y)
+    x[3] = spoiled
+    with pytest.raises(FloatingPointError):
+        networks.fit(pm, np.concatenate([x, x]), np.concatenate([y, y]))
+
+
+def test_a_message_is_as_large_as_planned():
+    pm = piped("1f1b", "int8")
+    plan = inside.planner(pm).partition(BATCH)
+    options, rows = compression_of("int8"), microbatch_rows(BATCH, 3)
+    planned = sum(options.sent_bytes((len(each) * WIDTH,)) for each in rows)
+    sent = [each for each in pm.trace.transfers if each.op == "F" and each.from_stage == 0][: len(rows)]
+    assert sum(each.size_bytes - 4 for each in sent) == planned
+    assert plan.stages[0].crossing_bytes(options) == pytest.approx(planned, abs=4 * len(rows))
+
+
+def test_what_cannot_cross_is_refused():
+    for wrong, said in (
+        ("top-k", "Try one of: bfloat16"),
+        (pipetrain.Int8(error_feedback=True), "error_feedback=False"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pipetrain.OneFOneB(compression=wrong)
+    with pytest.raises(ValueError, match="Unknown compression"):
+        pipetrain.SpecTrain(compression="int9")

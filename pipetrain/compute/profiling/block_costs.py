@@ -32,7 +32,7 @@ def block_bytes(chain: Chain, kinds: Kinds, rows: int, minibatch_rows: int) -> l
     found: list[BlockProfile] = []
     made = dict.fromkeys(chain.crossing(0), 0)  # the block that made each value, or first has it
     saved: dict[int, int] = {}  # the same, of those that some backward reads
-    shared = shared_by_blocks([block.calls for block in chain.blocks])
+    shared, trained = shared_by_blocks([block.calls for block in chain.blocks]), chain.trained()
     for index, (block, kind, segment) in enumerate(zip(chain.blocks, kinds.of, kinds.segments, strict=True)):
         keeps = kind.traced.keeps if kind.traced else _counted(kind)
         made.update(dict.fromkeys(segment.writes, index))
@@ -48,12 +48,20 @@ def block_bytes(chain: Chain, kinds: Kinds, rows: int, minibatch_rows: int) -> l
             shared=tuple((number, sum(map(size_bytes, specs([weight])))) for number, weight in shared[index]),
             fixed_bytes=sum(size_bytes(spec) for spec in specs(segment.non_trainable_variables)),
             estimated=kind.traced is None,
+            floats=floats_of([like[value] for value in chain.crossing(index + 1) if value in trained]),
         )
         found.append(_shown(cost, kind, rows, minibatch_rows))
     for value, index in saved.items():
         more = found[index].activation_bytes + size_bytes(like[value])
         found[index] = replace(found[index], activation_bytes=more)
     return found
+
+
+def floats_of(specs: Sequence[tf.TensorSpec]) -> tuple[int, int]:
+    """How many floating-point numbers there are, and their bytes."""
+    floats = [each for each in specs if each.dtype.is_floating]
+    size = sum(map(size_bytes, floats))
+    return sum(size_bytes(each) // each.dtype.size for each in floats), size
 
 
 def _shown(cost: BlockProfile, kind: Kind, rows: int, minibatch_rows: int) -> BlockProfile:

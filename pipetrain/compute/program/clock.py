@@ -77,12 +77,15 @@ class Clock:
         self._count += 1
         return self._count - 1
 
-    def cross(self, crossing: Crossing, values: Any, device: str) -> None:
-        """Note that these values of a device were sent; the crossing has everything but their size."""
+    def cross(self, crossing: Crossing, values: Any, device: str, measures: bool = False) -> None:
+        """Note that these values of a device were sent; the crossing has everything but their size.
+
+        ``measures``: whether shapes do not tell how large they are.
+        """
         fixed, per_row = sizes_of(values)
         crossing = crossing._replace(size_bytes=fixed, row_bytes=per_row)
         present = [each for each in tf.nest.flatten(values, expand_composites=True) if each is not None]
-        if self._measures and present:
+        if (self._measures or measures) and present:
             with tf.device(_processor(device)):
                 self._sizes.append(tf.add_n([tf.size(each, tf.int64) * each.dtype.size for each in present]))
             crossing = crossing._replace(noted=len(self._sizes) - 1)

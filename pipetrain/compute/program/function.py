@@ -29,7 +29,8 @@ class ProgramInputs(NamedTuple):
 
     ``x`` and ``targets`` are those of the minibatches of which something goes in at the first stage and at the last
     one, ``rows`` of all that it works on by their numbers, ``rates`` their learning rates if these are arguments, and
-    ``held`` what the function before has left. The loss is multiplied by the ``scale``.
+    ``held`` what the function before has left. The loss is multiplied by the ``scale``. ``number`` is that of minibatch
+    0, since training began, for random numbers of what crosses the cuts; None where there are none.
     """
 
     x: Sequence[Sequence[tf.Tensor]]
@@ -38,6 +39,7 @@ class ProgramInputs(NamedTuple):
     scale: float = 1.0
     rates: tf.Tensor | None = None
     held: Sequence[tf.Tensor] = ()
+    number: tf.Tensor | None = None
 
 
 class ProgramFunction:
@@ -65,8 +67,8 @@ class ProgramFunction:
         """Work on these minibatches."""
         flat: list[tf.Tensor] = []
         numbers = self._numbers(given.rows, given.scale)
-        x, rates = _sent(self._first, (given.x, given.rates))
-        self._unpack((x, _sent(self._last, given.targets), numbers, rates, given.held), flat)
+        x, rates, number = _sent(self._first, (given.x, given.rates, given.number))
+        self._unpack((x, _sent(self._last, given.targets), numbers, rates, given.held, number), flat)
         result: ProgramResult = self._pack(iter(self._call(flat)))
         return result
 
@@ -92,7 +94,8 @@ def walked(
     arguments = Arguments(stages, settings, program)
     numbers = NumberArguments(arguments.numbers, settings.microbatches)(given.rows, given.scale)
     walk = Walk(stages, scheme, program, arguments, settings, failed)
-    walk.body([list(each) for each in given.x], given.targets, numbers, given.rates, _held(held_specs, given.held))
+    held = _held(held_specs, given.held)
+    walk.body([list(each) for each in given.x], given.targets, numbers, given.rates, held, given.number)
 
 
 def traced(
@@ -112,9 +115,9 @@ def traced(
     arguments = Arguments(stages, settings, program)
     walk = Walk(stages, scheme, program, arguments, settings, failed)
 
-    def body(x: Any, targets: Any, numbers: Any, rates: Any, held: list[tf.Tensor]) -> ProgramResult:
+    def body(x: Any, targets: Any, numbers: Any, rates: Any, held: list[tf.Tensor], number: Any) -> ProgramResult:
         with tf.device(settings.host):  # where what belongs to no stage is
-            return walk.body(x, targets, numbers, rates, _held(held_specs, held))
+            return walk.body(x, targets, numbers, rates, _held(held_specs, held), number)
 
     function = tf.function(packing_captures(body), autograph=False, experimental_attributes=UNORDERED)
     inputs = any_rows(stages[0][0].segment.inputs)
@@ -125,6 +128,7 @@ def traced(
         [each.spec for each in arguments.numbers],
         tf.TensorSpec([len(settings.parts)]) if settings.has_rates else None,
         [each for each in leaves if isinstance(each, tf.TensorSpec)],
+        None if scheme.compression is None else tf.TensorSpec([], tf.int64),
     )
     numbers = NumberArguments(arguments.numbers, settings.microbatches)
     is_one_of_several = held_specs is not None or walk.held_specs is not None

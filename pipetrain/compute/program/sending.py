@@ -11,26 +11,37 @@ from pipetrain.compute.cores import is_prompt
 from pipetrain.compute.program.arguments import Arguments, Settings
 from pipetrain.compute.program.clock import Clock, Crossing
 from pipetrain.compute.program.stage_trace import ForwardMessage, StagePlace
-from pipetrain.schemes.splitting import RowsPiece
+from pipetrain.compute.transfers.compression import CutMessages
+from pipetrain.schemes.splitting import RowsPiece, stream_of
 from pipetrain.trace.records import What
 
 
 class Sending:
     """Values of stages, by who has made them, and as they come to who takes them.
 
-    Nothing but its value orders what is sent: it leaves as soon as it is there.
+    Nothing but its value orders what is sent: it leaves as soon as it is there. Where it is compressed, what a replica
+    has made is kept as messages, by the replicas that receive them.
 
     Args:
         devices: of the replicas of every stage.
         settings: of the function.
         arguments: of the function.
         clock: notes when things arrive, if that is wanted.
+        cuts: make messages of what crosses each cut, None where that is sent as it is.
+        number: that of the program's minibatch 0, for random numbers of messages.
     """
 
     def __init__(
-        self, devices: Sequence[Sequence[str]], settings: Settings, arguments: Arguments, clock: Clock | None
+        self,
+        devices: Sequence[Sequence[str]],
+        settings: Settings,
+        arguments: Arguments,
+        clock: Clock | None,
+        cuts: Sequence[CutMessages] | None = None,
+        number: Any = None,
     ) -> None:
         self._devices, self._settings, self._arguments, self._clock = devices, settings, arguments, clock
+        self._cuts, self._number, self._numbers = cuts, number, dict[str, Any]()
         self._replicas = [len(each) for each in devices]
         self._made: dict[tuple[What, int, int, int], Any] = {}
         self._taken = set[tuple[What, int, int]]()
@@ -38,7 +49,47 @@ class Sending:
 
     def make(self, op: What, place: StagePlace, microbatch: int, values: Any) -> None:
         """A replica of a stage has made what goes down (F) or up (B), None if it has no rows."""
+        sink = _sink(op, place.stage)
+        if self._cuts is not None and 0 <= sink < len(self._devices):
+            if op == "F":
+                values = values._replace(values=self._messages(op, place, sink, microbatch, values.values))
+            else:
+                values = self._messages(op, place, sink, microbatch, values)
         self._made[op, place.stage, place.replica, microbatch] = values
+
+    def _messages(self, op: What, place: StagePlace, sink: int, microbatch: int, values: Any) -> Any:
+        """What a replica sends, by the replicas that receive it; None if it has no rows."""
+        if values is None:
+            return None
+        device, count = self._device(place), self._settings.microbatches
+        made = {}
+        for piece in self._pieces(microbatch, place.stage, sink):
+            if piece.sender == place.replica:
+                ends = self._replicas[place.stage], self._replicas[sink]
+                stream = stream_of(microbatch % count, piece, ends)
+                with tf.device(device):
+                    part = self._part(values, place.stage, sink, piece, microbatch)
+                    step = self._number_on(device) + microbatch // count
+                    made[piece.receiver] = self._cut(place.stage, sink).encoded(part, step, stream)
+        return made
+
+    def _cut(self, source: int, sink: int) -> CutMessages:
+        assert self._cuts is not None
+        return self._cuts[min(source, sink)]
+
+    def _number_on(self, device: str) -> Any:
+        """The number of the program's minibatch 0, on a device."""
+        if device not in self._numbers:
+            with tf.device(device), tf.control_dependencies(None):
+                self._numbers[device] = tf.identity(self._number)
+        return self._numbers[device]
+
+    def _part(self, values: Any, source: int, sink: int, piece: RowsPiece, microbatch: int) -> Any:
+        """The rows of a piece; in the scope of the sender's device."""
+        if piece.is_whole:
+            return values
+        cut = self._arguments.cut
+        return tf.nest.map_structure(lambda each: cut(each, source, sink, piece, microbatch), values)
 
     def made_at(self, op: What, place: StagePlace, microbatch: int, time: int) -> None:
         """The place of the time when it had made it."""
@@ -84,14 +135,17 @@ class Sending:
     def _sent(self, op: What, values: Any, source: int, place: StagePlace, piece: RowsPiece, microbatch: int) -> Any:
         """One replica's piece, on the device of who takes it."""
         from_device, device = self._devices[source][piece.sender], self._device(place)
-        if not piece.is_whole:
+        if self._cuts is not None:
+            values = values[piece.receiver]
+        else:
             with tf.device(from_device):
-                values = tf.nest.map_structure(
-                    lambda each: self._arguments.cut(each, source, place.stage, piece, microbatch), values
-                )
+                values = self._part(values, source, place.stage, piece, microbatch)
         there = _moved(values, device)
         self._note(op, values, there, (source, piece.sender, place.stage, piece.receiver), microbatch)
-        return there
+        if self._cuts is None:
+            return there
+        with tf.device(device), tf.control_dependencies(None):
+            return self._cut(source, place.stage).decoded(there)
 
     def _note(self, op: What, values: Any, there: Any, ends: tuple[int, int, int, int], microbatch: int) -> None:
         """Note when a piece that was made in this function left and came."""
@@ -104,7 +158,7 @@ class Sending:
         if not (is_prompt(from_device) and is_prompt(device)):  # between processors of a process nothing is copied
             arrived = [each.op for each in tf.nest.flatten(there) if each is not None]
             end = self._clock.add(self._clock.now(arrived, device), device)
-        self._clock.cross(Crossing(op, microbatch, ends, begin, end, 0), values, from_device)
+        self._clock.cross(Crossing(op, microbatch, ends, begin, end, 0), values, from_device, self._cuts is not None)
 
     def held(self) -> dict[tuple[What, int, int, int], Any]:
         """What was made and not yet taken; it is noted as sent."""
@@ -115,17 +169,22 @@ class Sending:
             if (op, stage, m) not in self._taken and (op, stage) not in ends
         }
         for (op, stage, r, m), values in left.items():
-            sink = stage + 1 if op == "F" else stage - 1
-            sent = values.values if op == "F" else values
+            sink, sent = _sink(op, stage), values.values if op == "F" else values
             is_new = sent is not None and (op, stage, r, m) in self._ends
             for piece in self._pieces(m, stage, sink) if is_new else ():
                 if piece.sender == r:
-                    self._note(op, sent, sent, (stage, r, sink, piece.receiver), m)
+                    part = sent if self._cuts is None else sent[piece.receiver]
+                    self._note(op, part, part, (stage, r, sink, piece.receiver), m)
         return left
 
     def resume(self, held: dict[tuple[What, int, int, int], Any]) -> None:
         """What an earlier function has left."""
         self._made.update(held)
+
+
+def _sink(op: What, stage: int) -> int:
+    """The stage to which a stage sends activations (F) or gradients (B)."""
+    return stage + 1 if op == "F" else stage - 1
 
 
 def _moved(values: Any, device: str) -> Any:

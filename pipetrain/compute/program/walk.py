@@ -27,6 +27,7 @@ from pipetrain.compute.program.late_sums import LateSums
 from pipetrain.compute.program.sending import Sending
 from pipetrain.compute.program.stage_trace import ForwardMessage, HeldStage, StagePlace, StageTrace
 from pipetrain.compute.program.sums import Sums
+from pipetrain.compute.transfers.compression import messages_of_cuts
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.programs import Call, Program
 from pipetrain.schemes.scheme import Scheme
@@ -148,8 +149,12 @@ class Walk:
         numbers: list[tf.Tensor],
         rates: tf.Tensor | None = None,
         held: Held | None = None,
+        number: tf.Tensor | None = None,
     ) -> ProgramResult:
-        """The program's operations, for the inputs and the targets of those minibatches of which something goes in."""
+        """The program's operations, for the inputs and the targets of those minibatches of which something goes in.
+
+        ``number`` is that of its minibatch 0, where what crosses the cuts is compressed.
+        """
         self._arguments.give(numbers)
         is_open = any(None in each.shape[1:] for each in tf.nest.flatten(self._stages[0][0].segment.inputs))
         self.calls, self.clock = {}, Clock(self._settings.host, is_open) if self._settings.is_timed else None
@@ -159,7 +164,8 @@ class Walk:
         self._snapshots: dict[tuple[int, int], list[Any]] = {}
         self._x, self._targets = self._arguments.divided(x, FIRST), self._arguments.divided(targets, LAST)
         devices = [[replica.device for replica in stage] for stage in self._stages]
-        self._sending = Sending(devices, self._settings, self._arguments, self.clock)
+        cuts = messages_of_cuts(self._scheme.compression, [replica for replica, *_ in self._stages])
+        self._sending = Sending(devices, self._settings, self._arguments, self.clock, cuts, number)
         self._traces = [
             [self._begun(k, r, replica, known) for r, replica in enumerate(stage)]
             for k, stage in enumerate(self._stages)

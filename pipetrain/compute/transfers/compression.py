@@ -1,16 +1,19 @@
-"""Gradients as messages of a compression, and gradients again, in a function that is traced."""
+"""Gradients, and what crosses a pipeline's cuts, as messages of a compression, and values again, while it is traced."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from pipetrain.compute.functions.split import size_bytes
+from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.functions.weight_binding import any_rows
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.transfers.message import Gradients, MessageLayout, Order, Received, flat, in_order, summed_rows
 from pipetrain.schemes.compression import (
@@ -27,6 +30,7 @@ from pipetrain.schemes.compression import (
 
 Parts = list[tf.Tensor]  # of a message, as its bytes are
 Seed = tuple[tf.Tensor, int]  # the numbers of a step and of a variable
+Length = tuple[Any, tf.DType]  # of a part of a message: how many numbers, and of which type
 StepNumber = Callable[[str], tf.Tensor]  # on a device
 OfWorker = tuple[int, str, Gradients]  # its number, its device, and what it has made
 FINITE = 65504.0  # the largest number of float16
@@ -34,34 +38,46 @@ BITS = [1 << n for n in range(8)]
 
 
 class Codec:
-    """Makes messages of the gradients of one variable.
+    """Makes messages of the gradients of one variable, or of one of the tensors that cross a cut.
 
     Args:
         options: how.
-        spec: of the gradients.
+        spec: of the values.
+        count: how many elements there are, where the spec does not tell; a tensor of the function that is traced.
 
-    ``parts`` are the specs of what a message has; ``memory_like`` is that of what the encoder remembers from step to
-    step, None for nothing.
+    ``memory_like`` is the spec of what the encoder remembers from step to step, None for nothing.
     """
 
     memory_like: tf.TensorSpec | None = None
 
-    def __init__(self, options: Any, spec: tf.TensorSpec) -> None:
+    def __init__(self, options: Any, spec: tf.TensorSpec, count: Any = None) -> None:
         self.options, self.spec = options, spec
-        self.parts = self._parts()
+        self.count = int(spec.shape.num_elements()) if count is None else count
 
-    @property
-    def count(self) -> int:
-        """How many elements there are."""
-        return int(self.spec.shape.num_elements())
+    @cached_property
+    def parts(self) -> list[tf.TensorSpec]:
+        """The specs of what a message has."""
+        return [tf.TensorSpec([length], dtype) for length, dtype in self._lengths()]
 
     @property
     def sent_bytes(self) -> int:
         """Of a message."""
         return sum(map(size_bytes, self.parts))
 
-    def _parts(self) -> list[tf.TensorSpec]:
-        return [tf.TensorSpec([self.count], self.spec.dtype)]
+    def _lengths(self) -> list[Length]:
+        return [(self.count, self.spec.dtype)]
+
+    def message(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any = None) -> tuple[tf.Tensor, Any]:
+        """The bytes of the message, and the new memory."""
+        parts, memory = self.encode(value, seed, worker, memory)
+        return tf.concat([_as_bytes(part) for part in parts], 0), memory
+
+    def value(self, message: tf.Tensor, seed: Any) -> tf.Tensor:
+        """What a message's bytes bring, of one dimension."""
+        lengths = self._lengths()
+        pieces = tf.split(message, [length * dtype.size for length, dtype in lengths])
+        pairs = zip(pieces, lengths, strict=True)
+        return self.decode([_of_bytes(piece, dtype) for piece, (_, dtype) in pairs], seed)
 
     def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
         """The parts of the message, and the new memory."""
@@ -75,14 +91,18 @@ class Codec:
 class CastCodec(Codec):
     """The nearest numbers of a smaller type."""
 
-    def _parts(self) -> list[tf.TensorSpec]:
-        return [tf.TensorSpec([self.count], tf.as_dtype(self.options.name))]
+    @property
+    def _dtype(self) -> tf.DType:
+        return tf.as_dtype(self.options.name)
+
+    def _lengths(self) -> list[Length]:
+        return [(self.count, self._dtype)]
 
     def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
         if self.options.name == Float16.name:
             value = tf.where(tf.math.is_nan(value), value, tf.clip_by_value(value, -FINITE, FINITE))
-        return [tf.cast(flat(value), self.parts[0].dtype)], memory
+        return [tf.cast(flat(value), self._dtype)], memory
 
     def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
         """See ``Codec``."""
@@ -93,12 +113,11 @@ class IntegerCodec(Codec):
     """Multiples of a block's step, as signed numbers of 8 bits, or two of 4 bits in a byte."""
 
     @property
-    def _blocks(self) -> int:
-        return math.ceil(self.count / self.options.block)
+    def _blocks(self) -> Any:
+        return -(-self.count // self.options.block)
 
-    def _parts(self) -> list[tf.TensorSpec]:
-        size = math.ceil(self.count * self.options.bits / 8)
-        return [tf.TensorSpec([size], tf.uint8), tf.TensorSpec([self._blocks], tf.float32)]
+    def _lengths(self) -> list[Length]:
+        return [(-(-self.count * self.options.bits // 8), tf.uint8), (self._blocks, tf.float32)]
 
     def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
@@ -138,8 +157,8 @@ class IntegerCodec(Codec):
 class SignCodec(Codec):
     """A bit an element, and their mean absolute value."""
 
-    def _parts(self) -> list[tf.TensorSpec]:
-        return [tf.TensorSpec([math.ceil(self.count / 8)], tf.uint8), tf.TensorSpec([1], tf.float32)]
+    def _lengths(self) -> list[Length]:
+        return [(math.ceil(self.count / 8), tf.uint8), (1, tf.float32)]
 
     def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
@@ -163,8 +182,8 @@ class TopKCodec(Codec):
     def _kept(self) -> int:
         return int(self.options.count(self.spec.shape.as_list()))
 
-    def _parts(self) -> list[tf.TensorSpec]:
-        return [tf.TensorSpec([self._kept], self.spec.dtype), tf.TensorSpec([self._kept], tf.int32)]
+    def _lengths(self) -> list[Length]:
+        return [(self._kept, self.spec.dtype), (self._kept, tf.int32)]
 
     def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
@@ -181,8 +200,8 @@ class TopKCodec(Codec):
 class RandomKCodec(TopKCodec):
     """Elements in places that all devices draw alike."""
 
-    def _parts(self) -> list[tf.TensorSpec]:
-        return super()._parts()[:1]
+    def _lengths(self) -> list[Length]:
+        return super()._lengths()[:1]
 
     def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
@@ -208,10 +227,10 @@ class LowRankCodec(Codec):
         if self._sides:
             self.memory_like = tf.TensorSpec([self._sides[1], options.rank], tf.float32)
 
-    def _parts(self) -> list[tf.TensorSpec]:
+    def _lengths(self) -> list[Length]:
         if not self._sides:
-            return super()._parts()
-        return [tf.TensorSpec([side * self.options.rank], tf.float32) for side in self._sides]
+            return super()._lengths()
+        return [(side * self.options.rank, tf.float32) for side in self._sides]
 
     def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
@@ -241,11 +260,16 @@ class OwnCodec(Codec):
     Both are given, and give, tensors of one dimension.
     """
 
-    def _parts(self) -> list[tf.TensorSpec]:
+    @cached_property
+    def parts(self) -> list[tf.TensorSpec]:
+        """See ``Codec``."""
         made = tf.function(lambda value: self.options.encode(value)).get_concrete_function(
             tf.TensorSpec([self.count], self.spec.dtype)
         )
         return [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(made.structured_outputs)]
+
+    def _lengths(self) -> list[Length]:
+        return [(each.shape.num_elements(), each.dtype) for each in self.parts]
 
     def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
@@ -271,10 +295,10 @@ def codec_of(options: Compression, spec: tf.TensorSpec) -> Codec:
     return made if made.sent_bytes < size_bytes(spec) else Codec(None, spec)
 
 
-def uniform(seed: Seed, stream: int, shape: Any) -> tf.Tensor:
+def uniform(seed: Seed, stream: Any, shape: Any) -> tf.Tensor:
     """Numbers in [0, 1) of a step, a variable and a stream, the same wherever they are drawn."""
     step, number = seed
-    key = tf.stack([tf.cast(step, tf.int64), tf.constant(number << 20 | stream, tf.int64)])
+    key = tf.stack([tf.cast(step, tf.int64), tf.constant(number << 20, tf.int64) | tf.cast(stream, tf.int64)])
     return tf.random.stateless_uniform(shape, key, alg="philox")
 
 
@@ -397,27 +421,24 @@ class Compressor:
             if kept.residual is not None:
                 value += kept.residual.value.read_value()
             if type(codec) is not Codec:
-                is_finite = tf.reduce_all(tf.math.is_finite(value))
-                value = tf.where(is_finite, value, tf.constant(math.nan, value.dtype))
+                value = _finite_or_nan(value)
             memory = None if kept.memory is None else kept.memory.value.read_value()
-            parts, memory = codec.encode(value, seed, worker, memory)
+            message, memory = codec.message(value, seed, worker, memory)
             if kept.memory is not None:
                 kept.memory.value.assign(memory, read_value=False)
             if kept.residual is None and kept.velocity is not None:  # all of it arrives
                 kept.velocity.value.assign(velocity, read_value=False)
             if kept.residual is not None:
-                arrives = tf.reshape(codec.decode(parts, seed), value.shape)
+                arrives = tf.reshape(codec.value(message, seed), value.shape)
                 kept.residual.value.assign(value - arrives, read_value=False)
                 if kept.velocity is not None:
                     left = tf.where(arrives == 0, velocity, tf.zeros_like(velocity))
                     kept.velocity.value.assign(left, read_value=False)
-            return tf.concat([_as_bytes(part) for part in parts], 0)
+            return message
 
     def _decoded(self, message: tf.Tensor, n: int, step: tf.Tensor) -> tf.Tensor:
         codec = self._codecs[n]
-        pieces = tf.split(message, [size_bytes(each) for each in codec.parts])
-        parts = [_of_bytes(piece, each) for piece, each in zip(pieces, codec.parts, strict=True)]
-        return tf.reshape(codec.decode(parts, (step, n)), codec.spec.shape)
+        return tf.reshape(codec.value(message, (step, n)), codec.spec.shape)
 
 
 def zeros_of(spec: tf.TensorSpec) -> keras.Variable:
@@ -429,8 +450,102 @@ def _as_bytes(part: tf.Tensor) -> tf.Tensor:
     return flat(part if part.dtype == tf.uint8 else tf.bitcast(part, tf.uint8))
 
 
-def _of_bytes(piece: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
-    if spec.dtype == tf.uint8:
+def _of_bytes(piece: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if dtype == tf.uint8:
         return piece
-    size = spec.dtype.size
-    return tf.bitcast(tf.reshape(piece, [-1, size] if size > 1 else [-1]), spec.dtype)
+    return tf.bitcast(tf.reshape(piece, [-1, dtype.size] if dtype.size > 1 else [-1]), dtype)
+
+
+def _finite_or_nan(value: tf.Tensor) -> tf.Tensor:
+    """The value, or NaN everywhere if any of it is not finite."""
+    is_finite = tf.reduce_all(tf.math.is_finite(value))
+    return tf.where(is_finite, value, tf.constant(math.nan, value.dtype))
+
+
+TENSORS = 1 << 12  # of a cut, at most: each has a number of its own
+
+
+class CutMessages:
+    """What crosses a cut of a pipeline as messages: activations down (F), their gradients up (B).
+
+    Tensors that have no gradients, such as tokens, and masks are sent as they are.
+
+    Args:
+        options: the compression.
+        number: of the cut.
+        specs: of the tensors that cross it, for any rows.
+        flows: which of them want a gradient.
+        unreached: the numbers of those among them that get none.
+    """
+
+    def __init__(
+        self, options: Compression, number: int, specs: Any, flows: Sequence[bool], unreached: Sequence[int]
+    ) -> None:
+        self._options, self._number = options, number
+        self._down = [(spec, flow and self._is_smaller(spec)) for spec, flow in zip(specs, flows, strict=True)]
+        wanted = [n for n, flow in enumerate(flows) if flow and n not in unreached]
+        self._up = [self._down[n] for n in wanted]
+
+    def _is_smaller(self, spec: tf.TensorSpec) -> bool:
+        bits = self._options.bits if isinstance(self._options, Int8) else 16
+        return bool(spec.dtype.is_floating and spec.shape.rank and bits < 8 * spec.dtype.size)
+
+    def encoded(self, values: Any, step: tf.Tensor, stream: Any) -> Any:
+        """The values that one replica sends another, as they are sent; on the sender's device.
+
+        Args:
+            values: down ``BoundaryTensors``, up the gradients.
+            step: the number of the minibatch.
+            stream: that of the microbatch and of the two replicas.
+        """
+        if not isinstance(values, BoundaryTensors):
+            return self._each(self._up, values, lambda *each: self._message(*each, step, stream, True))
+        tensors = self._each(self._down, values.tensors, lambda *each: self._message(*each, step, stream, False))
+        return BoundaryTensors(tensors, values.masks)
+
+    def decoded(self, messages: Any) -> Any:
+        """The values again, on the receiver's device."""
+        if not isinstance(messages, BoundaryTensors):
+            return self._each(self._up, messages, self._value)
+        return BoundaryTensors(self._each(self._down, messages.tensors, self._value), messages.masks)
+
+    def _each(self, kinds: Any, tensors: Sequence[tf.Tensor], function: Callable[..., tf.Tensor]) -> list[tf.Tensor]:
+        return [
+            function(tensor, spec, n) if coded else tensor
+            for n, (tensor, (spec, coded)) in enumerate(zip(tensors, kinds, strict=True))
+        ]
+
+    def _message(
+        self, value: tf.Tensor, spec: tf.TensorSpec, n: int, step: tf.Tensor, stream: Any, up: bool
+    ) -> tf.Tensor:
+        """The sizes that the spec leaves open, and the codec's message."""
+        seed = step, (2 * self._number + up) * TENSORS + n
+        message, _ = self._codec(spec, tf.size(value)).message(_finite_or_nan(value), seed, stream)
+        sizes = tf.gather(tf.shape(value), _open(spec))
+        return tf.concat([_as_bytes(sizes), message], 0)
+
+    def _value(self, message: tf.Tensor, spec: tf.TensorSpec, n: int) -> tf.Tensor:
+        places = _open(spec)
+        head = len(places) * tf.int32.size
+        sizes = dict(zip(places, tf.unstack(_of_bytes(message[:head], tf.int32), len(places)), strict=True))
+        shape = [sizes.get(n, size) for n, size in enumerate(spec.shape)]
+        value = self._codec(spec, math.prod(shape)).value(message[head:], None)
+        return tf.ensure_shape(tf.reshape(value, shape), spec.shape)
+
+    def _codec(self, spec: tf.TensorSpec, count: Any) -> Codec:
+        return CODECS[type(self._options)](self._options, spec, count)
+
+
+def _open(spec: tf.TensorSpec) -> list[int]:
+    """Which dimensions a spec leaves open: the rows at least, see ``any_rows``."""
+    return [n for n, size in enumerate(spec.shape) if size is None]
+
+
+def messages_of_cuts(options: Compression | None, stages: Sequence[Any]) -> list[CutMessages] | None:
+    """Of every cut between stages that have been traced; None without compression."""
+    if options is None:
+        return None
+    return [
+        CutMessages(options, n, any_rows(stage.segment.outputs), stage.segment.returns, after.unreached)
+        for n, (stage, after) in enumerate(pairwise(stages))
+    ]
