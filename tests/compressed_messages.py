@@ -15,50 +15,83 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 WIDTH, LAYERS, ROWS, STEPS = 1024, 4, 16, 8
-CROSSING_ROWS = 1024
+CROSSING_ROWS, FEW, MANY = 1024, 5, 11
 SENT = "/sys/class/net/eth0/statistics/tx_bytes"
+
+
+def network():
+    import keras
+
+    layers = [keras.layers.Dense(WIDTH, "relu", name=f"d{n}") for n in range(LAYERS)]
+    return keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(5)])
+
+
+def sent_by(devices):
+    """All that these devices' hosts have sent by now."""
+    import tensorflow as tf
+
+    found = 0
+    for device in devices:
+        with tf.device(device):
+            found += int(tf.io.read_file(SENT).numpy())
+    return found
+
+
+def trained(pm, rows, steps, **settings):
+    import keras
+    import networks
+
+    if not pm.compiled:
+        pm.compile(keras.optimizers.SGD(0.001), networks.crossentropy(), jit_compile=False)
+    x = np.random.default_rng(0).normal(size=(rows * steps, 2)).astype("float32")
+    pm.fit(x, np.zeros(len(x)), batch_size=rows, verbose=0, **settings)
+
+
+def of_gradients(compression, devices):
+    import inside
+    import keras
+
+    import pipetrain
+
+    class Sent(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            sent.append(sent_by(devices[:1]))
+
+    model, sent = network(), []
+    pm = pipetrain.PipelineModel(
+        model, scheme=pipetrain.AllReduce(order="layerwise", compression=compression), devices=devices
+    )
+    trained(pm, ROWS, STEPS, callbacks=[Sent()])
+    planned = inside.strategy(pm)._gradient_bytes()
+    planned = planned or [4 * int(np.prod(variable.shape)) for variable in model.trainable_variables]
+    return {"planned": int(sum(planned)), "sent": np.diff(sent)[2:].tolist()}
+
+
+def of_cuts(scheme, compression, devices):
+    """By how much more is sent for more minibatches, both numbers of which were trained on before."""
+    import pipetrain
+    from pipetrain.schemes.compression import compression_of
+    from pipetrain.schemes.options import with_options
+
+    pm = pipetrain.PipelineModel(
+        network(), scheme=with_options(scheme, compression=compression), devices=devices, cuts=("d1",)
+    )
+    sent = []
+    for steps in (FEW, MANY, FEW, MANY):
+        before = sent_by(devices)
+        trained(pm, CROSSING_ROWS, steps)
+        sent.append(sent_by(devices) - before)
+    planned = 2 * pm.partition(CROSSING_ROWS).stages[0].crossing_bytes(compression_of(compression))
+    return {"planned": planned, "sent": [(sent[3] - sent[2]) / (MANY - FEW)]}
 
 
 def main(names, *addresses):
     import pipetrain
 
-    devices = pipetrain.connect(addresses)
-    import inside
-    import keras
-    import networks
-    import tensorflow as tf
-
-    from pipetrain.schemes.compression import compression_of
-    from pipetrain.schemes.options import with_options
-
-    class Sent(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            each = []
-            for device in counted:
-                with tf.device(device):
-                    each.append(int(tf.io.read_file(SENT).numpy()))
-            sent.append(sum(each))
-
-    found = {}
+    devices, found = pipetrain.connect(addresses), {}
     for name in names.split(","):
         scheme, _, compression = name.rpartition("/")
-        counted, rows = (devices, CROSSING_ROWS) if scheme else (devices[:1], ROWS)
-        layers = [keras.layers.Dense(WIDTH, "relu", name=f"d{n}") for n in range(LAYERS)]
-        model = keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(5)])
-        sent = []
-        way, cut = pipetrain.AllReduce(order="layerwise", compression=compression), {}
-        if scheme:
-            way, cut = with_options(scheme, compression=compression), {"cuts": ("d1",)}
-        pm = pipetrain.PipelineModel(model, scheme=way, devices=devices, **cut)
-        pm.compile(keras.optimizers.SGD(0.001), networks.crossentropy(), jit_compile=False, steps_per_execution=1)
-        x = np.random.default_rng(0).normal(size=(rows * STEPS, 2)).astype("float32")
-        pm.fit(x, np.zeros(len(x)), batch_size=rows, verbose=0, callbacks=[Sent()])
-        if scheme:
-            planned = [2 * pm.partition(rows).stages[0].crossing_bytes(compression_of(compression))]
-        else:
-            planned = inside.strategy(pm)._gradient_bytes()
-            planned = planned or [4 * int(np.prod(variable.shape)) for variable in model.trainable_variables]
-        found[name] = {"planned": int(sum(planned)), "sent": np.diff(sent)[2:].tolist()}
+        found[name] = of_cuts(scheme, compression, devices) if scheme else of_gradients(compression, devices)
     print(json.dumps(found), flush=True)
 
 

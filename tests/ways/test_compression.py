@@ -352,14 +352,14 @@ def test_tokens_and_masks_cross_as_they_are():
     words = keras.layers.Embedding(20, 4, mask_zero=True, name="words")(beside)
     y = keras.layers.LSTM(5)(keras.layers.Add(name="sum")([first, words]))
     model = keras.Model([given, beside], keras.layers.Dense(5)(y))
-    pm = networks.pipeline(model, scheme="1f1b", compression="int4", cuts=("first", "sum"), microbatches=2)
+    pm = networks.pipeline(model, scheme="1f1b", compression="int4", cuts=("first", "words"), microbatches=2)
     networks.fit(pm, [x, tokens], np.arange(60) % 5, epochs=2)
     assert np.isfinite(pm.evaluate([x, tokens], np.arange(60) % 5, verbose=0)[0])
-    sent = pm.trace.transfers
-    for size, stage in ((10 * 6 * 4, 0), (10 * 6 * 4, 1)):
-        down = [each.size_bytes for each in sent if each.op == "F" and each.from_stage == stage]
-        beside_bytes = size if stage == 0 else 10 * 6  # tokens of 4 bytes; then a mask
-        assert max(down) == 8 + size // 2 + 4 * math.ceil(size / 64) + beside_bytes
+    numbers, ids, mask = 10 * 6 * 4, 4 * 10 * 6, 10 * 6
+    message = 8 + numbers // 2 + 4 * math.ceil(numbers / 64)  # with the sizes of two dimensions
+    down = [each for each in pm.trace.transfers if each.op == "F"]
+    assert {each.size_bytes for each in down if each.from_stage == 0} == {message + ids}
+    assert {each.size_bytes for each in down if each.from_stage == 1} == {2 * message + mask}
 
 
 @pytest.mark.parametrize("spoiled", [math.nan, math.inf])
