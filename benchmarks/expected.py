@@ -91,7 +91,7 @@ class Expected:
         self, model: keras.Model, network: Network, partitions: Mapping[str, Partition], devices: Sequence[str]
     ) -> None:
         from pipetrain.compute.graph.blocks import Chain
-        from pipetrain.compute.graph.cuts import cut_points
+        from pipetrain.compute.graph.calls import cut_points
         from pipetrain.frontend.layout import described
 
         self._model, self._network, self._partitions = model, network, dict(partitions)

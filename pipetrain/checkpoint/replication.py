@@ -15,8 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.checkpoint import store as stores
-from pipetrain.checkpoint.bundles import Part, ShardWriter, reason, restored
-from pipetrain.checkpoint.sharding import by_worker, processor_of
+from pipetrain.checkpoint.bundles import Part, ShardWriter, by_worker, processor_of, reason, restored
 from pipetrain.checkpoint.shards import INDEX, Damaged, Shard, check_index
 from pipetrain.checkpoint.state import Arrays, as_arrays, not_finite
 from pipetrain.checkpoint.store import Checkpoint, Store

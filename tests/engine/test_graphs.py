@@ -32,7 +32,7 @@ from networks import fit, normal
 
 import pipetrain
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.cuts import cut_points
+from pipetrain.compute.graph.calls import cut_points
 
 MODELS = [
     skips,
