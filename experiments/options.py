@@ -13,7 +13,7 @@ from pathlib import Path
 import models
 from experiments import datasets, optimizers
 from experiments.networks import NETWORKS, defaults
-from pipetrain.checkpoint.writer import DirectoryLock
+from pipetrain.checkpoint.directory_lock import DirectoryLock
 from pipetrain.cli.arguments import count
 from pipetrain.schemes import table
 from pipetrain.schemes.scheme import Scheme

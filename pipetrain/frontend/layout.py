@@ -19,8 +19,7 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_function import LossFunction
 from pipetrain.compute.functions.state import Division
 from pipetrain.compute.functions.weight_groups import Shared
-from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.calls import cut_points, why_together
+from pipetrain.compute.graph.blocks import Chain, cut_points, why_together
 from pipetrain.compute.graph.inputs import Shapes
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.graph.sharing import sharing

@@ -28,8 +28,8 @@ import pytest
 from experiments import options, resuming, run, supervision
 from pipetrain.callbacks import PipelineCheckpoint
 from pipetrain.checkpoint import store as stores
+from pipetrain.checkpoint.directory_lock import DirectoryLock
 from pipetrain.checkpoint.store import Store, steps_done
-from pipetrain.checkpoint.writer import DirectoryLock
 
 BATCH, STEPS = 8, 6
 WEIGHTS = {"weight/0": np.arange(6.0)}
@@ -413,7 +413,7 @@ def test_another_program_is_refused_and_named(tmp_path):
 LEFT = """
 import os, sys, time
 from pathlib import Path
-from pipetrain.checkpoint.writer import DirectoryLock
+from pipetrain.checkpoint.directory_lock import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]), "directory")
 lock.__enter__()
 if sys.argv[2] == "forks" and not os.fork():
