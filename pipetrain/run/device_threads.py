@@ -220,8 +220,8 @@ class Running:
                 joins = cast("Callable[[list[Any]], list[Any] | None]", joined_rows)
                 before, after = crossing(k - 1), crossing(k)
                 channels = Channels(
-                    inbox=Receiver(down[k][number], _joined_microbatches, before and partial(_opened, before)),
-                    returns=Receiver(up[k][number], joins, after and after.decoded),
+                    inbox=Receiver(down[k][number], _joined_microbatches, partial(_opened, before)),
+                    returns=Receiver(up[k][number], joins, None if after is None else after.decoded),
                     above=_sender(up[k - 1], self._stages[k - 1], *mine, crossing(k - 1)) if k > 0 else None,
                     below=_sender(down[k + 1], self._stages[k + 1], *mine, crossing(k)) if k < last else None,
                     reduction=reductions[k],
@@ -252,9 +252,11 @@ def _sender(
     return Sender(destinations, replica, replicas, kept, crossing)
 
 
-def _opened(crossing: Crossing, microbatch: Microbatch | None) -> Microbatch | None:
-    """A microbatch whose values have come as messages; None at the end."""
-    return microbatch and microbatch.with_values(crossing.decoded(microbatch.values))
+def _opened(crossing: Crossing | None, microbatch: Microbatch | None) -> Microbatch | None:
+    """A microbatch whose values have come as messages, if they have; None at the end."""
+    if crossing is None or microbatch is None:
+        return microbatch
+    return microbatch.with_values(crossing.decoded(microbatch.values))
 
 
 def _joined_microbatches(parts: Sequence[Microbatch | None]) -> Microbatch:

@@ -7,8 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pipetrain.schemes.compression import Compression, check_crossing
-from pipetrain.schemes.policies import OneTargetPolicy, Policy, Read, Reader
-from pipetrain.schemes.prediction import stretch
+from pipetrain.schemes.policies import OneTargetPolicy, Policy, Read, Reader, stretch
 from pipetrain.schemes.schedules import Schedule
 
 

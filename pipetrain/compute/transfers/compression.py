@@ -498,10 +498,15 @@ class CutMessages:
             step: the number of the minibatch.
             stream: that of the microbatch and of the two replicas.
         """
-        if not isinstance(values, BoundaryTensors):
-            return self._each(self._up, values, lambda *each: self._message(*each, step, stream, True))
-        tensors = self._each(self._down, values.tensors, lambda *each: self._message(*each, step, stream, False))
-        return BoundaryTensors(tensors, values.masks)
+        is_up = not isinstance(values, BoundaryTensors)
+
+        def message(value: tf.Tensor, spec: tf.TensorSpec, n: int) -> tf.Tensor:
+            seed = step, (2 * self._number + is_up) * TENSORS + n
+            return self._message(value, spec, seed, stream)
+
+        if is_up:
+            return self._each(self._up, values, message)
+        return BoundaryTensors(self._each(self._down, values.tensors, message), values.masks)
 
     def decoded(self, messages: Any) -> Any:
         """The values again, on the receiver's device."""
@@ -509,22 +514,22 @@ class CutMessages:
             return self._each(self._up, messages, self._value)
         return BoundaryTensors(self._each(self._down, messages.tensors, self._value), messages.masks)
 
-    def _each(self, kinds: Any, tensors: Sequence[tf.Tensor], function: Callable[..., tf.Tensor]) -> list[tf.Tensor]:
+    @staticmethod
+    def _each(
+        kinds: Any, tensors: Sequence[tf.Tensor], function: Callable[[tf.Tensor, tf.TensorSpec, int], tf.Tensor]
+    ) -> list[tf.Tensor]:
         return [
             function(tensor, spec, n) if coded else tensor
             for n, (tensor, (spec, coded)) in enumerate(zip(tensors, kinds, strict=True))
         ]
 
-    def _message(
-        self, value: tf.Tensor, spec: tf.TensorSpec, n: int, step: tf.Tensor, stream: Any, up: bool
-    ) -> tf.Tensor:
+    def _message(self, value: tf.Tensor, spec: tf.TensorSpec, seed: Seed, stream: Any) -> tf.Tensor:
         """The sizes that the spec leaves open, and the codec's message."""
-        seed = step, (2 * self._number + up) * TENSORS + n
         message, _ = self._codec(spec, tf.size(value)).message(_finite_or_nan(value), seed, stream)
         sizes = tf.gather(tf.shape(value), _open(spec))
         return tf.concat([_as_bytes(sizes), message], 0)
 
-    def _value(self, message: tf.Tensor, spec: tf.TensorSpec, n: int) -> tf.Tensor:
+    def _value(self, message: tf.Tensor, spec: tf.TensorSpec, number: int) -> tf.Tensor:
         places = _open(spec)
         head = len(places) * tf.int32.size
         sizes = dict(zip(places, tf.unstack(_of_bytes(message[:head], tf.int32), len(places)), strict=True))
