@@ -33,7 +33,7 @@ class Destination(NamedTuple):
     device: str
 
 
-class Crossing:
+class CutFunctions:
     """One way over a cut, on which values are compressed: functions that are traced on the device that calls them.
 
     Args:
@@ -89,7 +89,7 @@ class Sender:
         replica: int = 0,
         replicas: int = 1,
         kept: int = 0,
-        crossing: Crossing | None = None,
+        crossing: CutFunctions | None = None,
     ) -> None:
         self._destinations, self._replica, self._replicas = list(destinations), replica, replicas
         self._sent, self._crossing = Recent(Transfers, kept), crossing

@@ -15,7 +15,7 @@ from pipetrain.compute.cores import pin
 from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.transfers.compression import messages_of_cuts
-from pipetrain.run.channels import Channels, Crossing, Destination, Receiver, Sender
+from pipetrain.run.channels import Channels, CutFunctions, Destination, Receiver, Sender
 from pipetrain.run.channels import joined as joined_rows
 from pipetrain.run.collector import Collector, Microbatch
 from pipetrain.run.control import Control, RunSettings, StoppableThread
@@ -206,10 +206,10 @@ class Running:
         self.entrance = _sender(down[0], self._stages[0], 0, 1)
         cuts = messages_of_cuts(self._scheme.compression, [replica for replica, *_ in self._stages]) or []
 
-        def crossing(cut: int) -> Crossing | None:
+        def crossing(cut: int) -> CutFunctions | None:
             """One for each replica and way: threads trace their own functions."""
             before = self.settings.minibatches
-            return Crossing(cuts[cut], self._microbatches, before) if 0 <= cut < len(cuts) else None
+            return CutFunctions(cuts[cut], self._microbatches, before) if 0 <= cut < len(cuts) else None
 
         works: list[list[StageWork]] = [[] for _ in self._stages]
         last = len(self._stages) - 1
@@ -245,14 +245,14 @@ def _sender(
     replica: int,
     replicas: int,
     kept: int = 0,
-    crossing: Crossing | None = None,
+    crossing: CutFunctions | None = None,
 ) -> Sender:
     """The sender of one replica: to each reader, the mailbox for this writer."""
     destinations = [Destination(mine[replica], reader.device) for mine, reader in zip(boxes, readers, strict=True)]
     return Sender(destinations, replica, replicas, kept, crossing)
 
 
-def _opened(crossing: Crossing | None, microbatch: Microbatch | None) -> Microbatch | None:
+def _opened(crossing: CutFunctions | None, microbatch: Microbatch | None) -> Microbatch | None:
     """A microbatch whose values have come as messages, if they have; None at the end."""
     if crossing is None or microbatch is None:
         return microbatch
