@@ -464,6 +464,13 @@ COMPUTE = [
 
 RUN = [
     Fault(
+        "number-of-a-message",
+        "pipetrain/run/program_runner.py",
+        "return tf.constant(settings.minibatches + minibatch, tf.int64)",
+        "return tf.constant(minibatch, tf.int64)",
+        "A run that goes on draws for the messages over its cuts what it would have drawn.",
+    ),
+    Fault(
         "summed-loss",
         "pipetrain/compute/program/arguments.py",
         "of_loss = shares if loss_is_mean else [1.0] * len(shares)",
