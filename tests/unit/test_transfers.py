@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -102,6 +103,25 @@ def test_tic_and_tac_pull_a_chain_in_its_order(pairs, message):
         assert pulled_s(workload, packs) == pulled_s(workload, in_order)
 
 
+@given(*[st.integers(1, 50).map(float)] * 2, st.floats(0, 1))
+def test_what_overlaps_is_told_by_the_printed_formulas(sending_s, computing_s, part):
+    """With one link and one processor the scheduling efficiency is the overlap coefficient."""
+    step_s = sending_s + computing_s - part * min(sending_s, computing_s)
+    found = tictac.Overlap(step_s, computing_s, sending_s, sending_s, 0.0)
+    assert found.rho == sending_s / computing_s
+    assert found.coefficient == pytest.approx(part) == found.efficiency
+    assert found.computing_part == pytest.approx(1 / (1 + found.rho - found.coefficient * min(found.rho, 1)))
+    assert found.potential == pytest.approx(min(sending_s, computing_s) / max(sending_s, computing_s))
+
+
+def test_where_nothing_is_sent_or_computed_nothing_is_left_to_overlap():
+    assert tictac.Overlap(3.0, 3.0, 0.0).coefficient == tictac.Overlap(3.0, 3.0, 0.0).efficiency == 1.0
+    silent = tictac.Overlap(0.0, 0.0, 0.0)
+    assert (math.isinf(silent.rho), silent.computing_part, silent.potential) == (True, 0.0, 0.0)
+    idle = tictac.Overlap(10.0, 2.0, 3.0)
+    assert idle.coefficient < 0
+
+
 # iBatch ------------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +199,17 @@ def test_caramel_is_predicted_no_slower_than_the_backward_alone(workload):
     step_s = caramel.step_s(workload, plan.pushes.packs, plan.late.packs)
     assert step_s <= caramel.step_s(workload, alone.pushes.packs, ())
     assert step_s >= sum(layer.forward_s + layer.backward_s for layer in workload.layers) - 1e-9
+
+
+@given(workloads())
+def test_variables_have_as_many_chunks_as_suit(workload):
+    """None of the numbers that are tried, by themselves, is predicted to be faster."""
+    plan = caramel.caramel(workload)
+    found_s = caramel.step_s(workload, plan.pushes.packs, plan.late.packs)
+    for most in caramel.CHUNKS:
+        packs = caramel.packed(workload, most)
+        assert max((pack.chunks for pack in packs), default=1) <= most
+        assert found_s <= caramel.step_s(workload, packs, ())
 
 
 @given(workloads())

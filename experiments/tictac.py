@@ -1,0 +1,123 @@
+"""TicTac (SysML 2019): orders in which weights are pulled, in ten networks, training and inference, over sizes.
+
+Used by ``ordered_transfers.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from experiments.transfer_networks import TESLA_K80, workload
+from pipetrain.logs import text_table
+from pipetrain.plan.cluster import Cluster, Level, Link
+from pipetrain.schemes.transfers.orders import ORDERS
+from pipetrain.simulation.data_parallel import Setting, simulate_plan
+from pipetrain.simulation.profiled import message_of
+from pipetrain.trace.idle import overlap
+
+NETWORKS = (
+    "alexnet", "googlenet", "inception_v3", "inception_v4", "resnet50", "resnet101", "resnet50_v2", "resnet101_v2",
+    "vgg16", "vgg19",
+)  # fmt: skip
+NODES = (2, 4, 8, 16)
+ORDERS_TRIED = ("none", "tic", "tac")
+MODES = ("training", "inference")
+PUBLISHED = {"training": 1.192, "inference": 1.377}  # at most, of TensorFlow's own order
+ROWS = 32
+WORKERS_A_SERVER = 4
+LINK = Link(10e9 / 8, 5e-4)  # with what a message takes between TensorFlow's processes
+STEPS = 2  # of which the last is like all that would follow
+
+
+class Cell(NamedTuple):
+    """A network on so many workers, that train or infer."""
+
+    network: str
+    mode: str
+    nodes: int
+
+    def __str__(self) -> str:
+        return f"{self.network}, {self.mode}, {self.nodes} nodes"
+
+
+class Outcome(NamedTuple):
+    """What an order comes to on a worker that is no server, if there is one; see ``Overlap``."""
+
+    network: str
+    mode: str
+    nodes: int
+    order: str
+    step_ms: float
+    computing_ms: float
+    speedup: float
+    rho: float
+    overlap: float
+    efficiency: float
+    potential: float
+
+
+def cells(networks: Sequence[str], nodes: Sequence[int]) -> list[Cell]:
+    """All that is simulated."""
+    return [Cell(*each) for each in itertools.product(networks, MODES, nodes)]
+
+
+def outcomes(cell: Cell) -> list[Outcome]:
+    """One network on so many nodes, in each order."""
+    cluster, servers = Cluster((Level(LINK),)), max(1, cell.nodes // WORKERS_A_SERVER)
+    made = workload(cell.network, TESLA_K80, ROWS, message_of(cluster, cell.nodes, serves=True))
+    gradient_bytes = None
+    if cell.mode == "inference":  # weights are pulled, and nothing comes back
+        layers = tuple(replace(each, backward_s=0.0, update_s=0.0) for each in made.layers)
+        made, gradient_bytes = replace(made, layers=layers), (0,) * len(made.sizes_bytes)
+    setting = Setting(made, cell.nodes, True, cluster, servers=servers, gradient_bytes=gradient_bytes)
+    found = []
+    for order in ORDERS_TRIED:
+        trace = simulate_plan(setting, ORDERS[order](made, True), STEPS)
+        each = overlap(trace)[cell.nodes - 1]
+        alone_s = sum(layer.forward_s + layer.backward_s + layer.update_s for layer in made.layers)
+        figures = each.rho, each.coefficient, each.efficiency, each.potential
+        times_ms = 1e3 * each.step_s, 1e3 * each.computing_s
+        found.append(Outcome(*cell, order, *times_ms, cell.nodes * alone_s / each.step_s, *figures))
+    return found
+
+
+def gains(found: Sequence[Outcome]) -> dict[Cell, float]:
+    """How many times as fast TicTac's better order is as none."""
+    seconds = {(Cell(*each[:3]), each.order): each.step_ms for each in found}
+    return {
+        cell: seconds[cell, "none"] / min(seconds[cell, "tic"], seconds[cell, "tac"])
+        for cell in dict.fromkeys(cell for cell, _ in seconds)
+    }
+
+
+def report(found: Sequence[Outcome]) -> str:
+    """The gains over sizes, and rho, overlap and efficiency on the most nodes."""
+    gained, most = gains(found), max(each.nodes for each in found)
+    sizes = sorted({cell.nodes for cell in gained})
+    names = [*dict.fromkeys((each.network, each.mode) for each in found)]
+    rows = [(*name, *(f"{gained[Cell(*name, size)]:.2f}x" for size in sizes)) for name in names]
+    parts = [
+        f"TicTac: gain of tic or tac over none, {ROWS} rows a worker on {TESLA_K80.name}\n\n"
+        + text_table(("network", "", *(f"{size} nodes" for size in sizes)), rows)
+    ]
+    rows = [
+        (
+            *(each.network, each.mode, each.order, f"{each.step_ms:.0f}", f"{each.computing_ms:.0f}"),
+            *(f"{each.speedup:.1f}x", f"{each.rho:.2f}", f"{each.overlap:.2f}", f"{each.efficiency:.2f}"),
+        )
+        for each in found
+        if each.nodes == most
+    ]
+    header = ("network", "", "order", "step ms", "computing ms", "speed-up", "rho", "overlap", "efficiency")
+    parts.append(f"On {most} nodes\n\n{text_table(header, rows)}")
+    for mode, published in PUBLISHED.items():
+        of_mode = [gain for cell, gain in gained.items() if cell.mode == mode]
+        if of_mode:
+            parts.append(
+                f"{mode}: {min(of_mode):.2f}x to {max(of_mode):.2f}x; published: up to {published:g}x of "
+                "TensorFlow's order"
+            )
+    return "\n\n".join(parts)
