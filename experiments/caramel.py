@@ -151,8 +151,8 @@ def report(found: Sequence[Outcome]) -> str:
     names = [*dict.fromkeys(each[:2] for each in usual)]
     steps = {(*each[:2], each.way): each for each in usual}
     header = ("network", "device", *(f"{way} ms" for way in WAYS))
-    rows = [(*name, *(f"{steps[*name, way].step_ms:.0f}" for way in WAYS)) for name in names]
-    shares = [(*name, *(f"{steps[*name, way].computing_part:.0%}" for way in WAYS)) for name in names]
+    rows = [(*name, *(f"{steps[(*name, way)].step_ms:.0f}" for way in WAYS)) for name in names]
+    shares = [(*name, *(f"{steps[(*name, way)].computing_part:.0%}" for way in WAYS)) for name in names]
     met = []
     for name in names:
         row = [*name]

@@ -8,6 +8,9 @@ alpha is the part of a parent's children that may be late, and as many straggler
 repeated rows. beta is how many times as fast a sum is sent as by a master that takes one message after another:
 1 (uncoded), about N/2 (ring), N / (N - s) (gradient coding), N / (L (n - s)) (tree).
 
+As in the source, all workers are free when a step begins. In pipetrain a late worker first finishes what it is at; the
+milliseconds of that are beside.
+
 The regressions are computed from what workers would send, decoded from random sets of them; the losses of all ways are
 the same, step by step, and seconds are those simulated.
 
@@ -57,7 +60,11 @@ SEED = 0
 
 
 class Outcome(NamedTuple):
-    """One way to sum gradients: alpha, beta, the part of the rows that a worker has, and the milliseconds of a step."""
+    """One way to sum gradients: alpha, beta, the part of the rows that a worker has, and the milliseconds of a step.
+
+    ``step_ms`` is that of a step for which all workers are free when it begins; ``busy_ms`` where those that were late
+    first finish the step before.
+    """
 
     workers: int
     tree: str
@@ -69,6 +76,7 @@ class Outcome(NamedTuple):
     beta: float
     load: float
     step_ms: float
+    busy_ms: float
 
 
 class Learned(NamedTuple):
@@ -98,20 +106,26 @@ def factors(times: str, seed: int) -> Callable[[int], float]:
     return lambda worker: least + float(rng.exponential())
 
 
-def simulated_s(tree: Tree, cell: Cell, link: Link, steps: int) -> float:
-    """The mean seconds of a step; what a message takes beside its bytes is as many bytes more."""
+def simulated_s(tree: Tree, cell: Cell, link: Link, steps: int) -> tuple[float, float]:
+    """The mean seconds of a step, all workers being free when it begins, and where late ones finish what they are at.
+
+    What a message takes beside its bytes is as many bytes more.
+    """
     size_bytes = round(FEATURES * NUMBER_BYTES + link.latency_s * link.bandwidth_bytes_per_s)
     cluster = Cluster((Level(Link(link.bandwidth_bytes_per_s)),))
     seconds = float(tree.load) * ROWS * cell.row_us * 1e-6
     setting = TreeSetting(tree, seconds, size_bytes, 0.0, 0.0, cluster, factors(cell.times, SEED))
-    return TreeTraining(setting, steps).run().step_s
+    alone = [TreeTraining(setting, 1).run().spans for _ in range(steps)]
+    updated_s = [float(each[(each.replica == 0) & (each.op == "B")].start_s[0]) for each in alone]
+    return float(np.mean(updated_s)), TreeTraining(setting, steps).run().step_s
 
 
-def ring_s(workers: int, cell: Cell, link: Link, steps: int) -> float:
+def ring_s(workers: int, cell: Cell, link: Link, steps: int) -> tuple[float, float]:
     """All are waited for, then sum in a ring."""
     factor, seconds = factors(cell.times, SEED), ROWS / workers * cell.row_us * 1e-6
     slowest = [max(factor(worker) for worker in range(workers)) for _ in range(steps)]
-    return seconds * float(np.mean(slowest)) + link.reduce_seconds(FEATURES * NUMBER_BYTES, workers)
+    step_s = seconds * float(np.mean(slowest)) + link.reduce_seconds(FEATURES * NUMBER_BYTES, workers)
+    return step_s, step_s
 
 
 def borne(children: int) -> list[int]:
@@ -124,10 +138,10 @@ def outcomes(cell: Cell, link: Link, steps: int) -> Iterator[Outcome]:
     (n, depth, _), workers = cell.tree, cell.tree.workers
     name = f"({n}, {depth})"
 
-    def found(way: str, tree: Tree, beta: float, seconds: float) -> Outcome:
+    def found(way: str, tree: Tree, beta: float, seconds: tuple[float, float]) -> Outcome:
         s, most = tree.stragglers, tree.children
         about = workers, name, cell.times, cell.row_us, way, s, s / most, beta
-        return Outcome(*about, float(tree.load), 1e3 * seconds)
+        return Outcome(*about, float(tree.load), *(1e3 * each for each in seconds))
 
     star = Tree(workers, 1, 0)
     yield found("uncoded master", star, 1.0, simulated_s(star, cell, link, steps))
@@ -213,7 +227,7 @@ def report(found: Sequence[Outcome], learned: Sequence[Learned]) -> str:
             *(str(each.workers), each.tree, each.way, str(each.stragglers)),
             *(f"{each.alpha:.2f}", f"{each.beta:.1f}", f"{each.load:.4f}"),
         )
-        for each in dict.fromkeys(each._replace(step_ms=0.0) for each in found)
+        for each in dict.fromkeys(each._replace(step_ms=0.0, busy_ms=0.0) for each in found)
         if each[2:4] == first[0][2:4]
     ]
     parts = [text_table(header, rows)]
@@ -222,11 +236,12 @@ def report(found: Sequence[Outcome], learned: Sequence[Learned]) -> str:
         ours = of_ways["coded reduce"].step_ms
         steps = [f"{of_ways[way].step_ms:.1f}" for way in ways]
         gains = [f"{of_ways[way].step_ms / ours:.2f}x" for way in ways[:-1]]
-        rows.append((tree, times, f"{row_us:g}", *steps, *gains, str(of_ways["coded reduce"].stragglers)))
+        coded = of_ways["coded reduce"]
+        rows.append((tree, times, f"{row_us:g}", *steps, *gains, str(coded.stragglers), f"{coded.busy_ms:.1f}"))
     header = (
         *("tree", "seconds", "us a row", *(f"{way} ms" for way in ways)),
         *(f"over {way}" for way in ways[:-1]),
-        "s of the tree",
+        *("s of the tree", "ms if late workers finish"),
     )
     parts.append(text_table(header, rows))
     for way, published in PUBLISHED.items():

@@ -32,9 +32,9 @@ PUBLISHED = {"one message": 1.73, "layer by layer": 1.41}  # on 72 nodes at most
 WAYS = ("one message", "layer by layer", "transfers hidden", "computing hidden", "exact")
 SPARSE = TopK(0.01)  # of the gradients that are sent
 # What the search tries: T_s, latency that a message takes beside T_s, in ms, Gb/s of a server, rows of a worker.
-STARTUPS_MS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+STARTUPS_MS = (0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 50.0, 70.0, 100.0, 150.0, 200.0)
 LATENCIES_MS = (0.0, 10.0)
-GBITS = (0.25, 0.5, 10 / 9, 2.5, 5.0, 10.0)
+GBITS = (0.1, 0.18, 0.25, 0.35, 0.5, 0.75, 10 / 9, 1.6, 2.5, 5.0, 10.0)
 ROWS = (1, 2, 4, 8, 16)
 
 
@@ -52,7 +52,7 @@ class Setting(NamedTuple):
         )
 
 
-USUAL = Setting(0.5, 0.0, 10 / 9, 8)  # of processes that are joined by TensorFlow; a ninth of a host's 10 Gb/s
+USUAL = Setting(0.5, 0.0, 10 / 9, 1)  # of processes that are joined by TensorFlow; a ninth of a host's 10 Gb/s
 
 
 class Cell(NamedTuple):

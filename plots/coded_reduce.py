@@ -27,7 +27,7 @@ WAYS = {
     "coded reduce": (VERMILION, "o"),
 }
 DASHES = {"exponential": "--", "shifted": "-"}
-KIND = "linear"  # whose loss is drawn
+KIND, ROW_US = "logistic", 10.0  # the regression whose loss is drawn, over seconds with rows of so long, if there are
 
 
 def draw(path: Path, output: Path) -> Path:
@@ -83,20 +83,22 @@ def _gains(panel: Axes, rows: list[Row]) -> None:
     panel.axhline(1, color=GREY, linewidth=0.8)
     panel.set(xscale="log", yscale="log", xlabel="microseconds of computing a row")
     panel.set_yticks([0.5, 1, 2, 4, 8], ["0.5x", "1x", "2x", "4x", "8x"])
+    row_us = sorted({float(each["row_us"]) for each in rows})
+    panel.set_xticks(row_us, [f"{each:g}" for each in row_us])
     panel.minorticks_off()
     panel.grid(alpha=0.3)
 
 
 def _losses(panel: Axes, rows: list[Row], learned: list[Row]) -> None:
-    middle = sorted({float(each["row_us"]) for each in rows})
-    row_us = middle[len(middle) // 2]
+    known = sorted({float(each["row_us"]) for each in rows})
+    row_us = ROW_US if ROW_US in known else known[0]
     for way, (colour, marker) in WAYS.items():
         step_ms = _steps(rows, "shifted", way).get(row_us)
         if step_ms is not None:
             seconds = [int(each["step"]) * step_ms / 1e3 for each in learned]
             losses = [float(each["loss"]) for each in learned]
             panel.plot(seconds, losses, color=colour, marker=marker, markevery=6, label=way)
-    panel.set(xlabel=f"seconds, {row_us:g} us a row, shifted", yscale="log")
+    panel.set(xlabel=f"seconds, {row_us:g} us a row, shifted", ylim=(0, None))
     panel.grid(alpha=0.3)
 
 

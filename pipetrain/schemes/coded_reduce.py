@@ -18,7 +18,7 @@ from pipetrain.schemes.gradient_codes import ERROR, ROUNDING, Code, amplificatio
 
 ROOT = -1  # the parent of the first workers, which has no rows: who updates the weights
 MOST_WORKERS = 4096
-MOST_WITHOUT = 8  # parts that a child of a block has not: codes with more are all badly conditioned
+MOST_WITHOUT = 4  # parts that a child of a block has not: codes with more are all badly conditioned
 
 Interval = tuple[Fraction, Fraction]  # of a minibatch, which is from 0 to 1
 
