@@ -76,7 +76,9 @@ def outcomes(cell: Cell) -> list[Outcome]:
     found = []
     for order in ORDERS_TRIED:
         trace = simulate_plan(setting, ORDERS[order](made, True), STEPS)
-        each = overlap(trace)[cell.nodes - 1]
+        spans = trace.spans
+        before_s, end_s = (float(spans.end_s[spans.microbatch == n].max()) for n in range(STEPS))
+        each = overlap(trace)[cell.nodes - 1]._replace(step_s=end_s - before_s)
         alone_s = sum(layer.forward_s + layer.backward_s + layer.update_s for layer in made.layers)
         figures = each.rho, each.coefficient, each.efficiency, each.potential
         times_ms = 1e3 * each.step_s, 1e3 * each.computing_s

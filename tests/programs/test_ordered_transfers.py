@@ -57,7 +57,11 @@ def test_arguments_that_cannot_be_used_are_refused(tmp_path, capsys):
 def test_inference_pulls_weights_and_sends_no_gradients(small):
     train, infer = (tictac.outcomes(tictac.Cell("vgg16", mode, 2))[0] for mode in tictac.MODES)
     assert train.computing_ms == pytest.approx(150) and infer.computing_ms == pytest.approx(50)
-    assert infer.step_ms < train.step_ms
+    pull_ms = 1e3 * 14e6 / 1.25e9
+    assert infer.step_ms == pytest.approx(pull_ms + 50, abs=1.5)  # all weights, then the forward
+    assert train.step_ms == pytest.approx(pull_ms + 150 + 1e3 * 1e6 / 1.25e9, abs=3)
+    ordered = tictac.outcomes(tictac.Cell("vgg16", "inference", 2))[-1]
+    assert ordered.step_ms < infer.step_ms and ordered.overlap > infer.overlap
 
 
 def test_the_branch_that_makes_most_bytes_runs_backward_first():
