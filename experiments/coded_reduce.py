@@ -3,9 +3,10 @@
 Four ways to sum gradients: a master that waits for all workers (uncoded), a ring that does (all-reduce), a master that
 waits for all but some (gradient coding, arXiv 1612.03301), and the tree. Workers' seconds are random: exponential,
 ``rows * row_us * E``, or shifted, ``rows * row_us * (1 + E)``, where E is exponential with mean 1. Steps are simulated
-message by message, with what a message takes at either end's port, ``bytes / bandwidth + message_us``. In the coded ways
-alpha is the part of a parent's children that may be late, and as many stragglers are tried as have exact codes of
-repeated rows. beta is how many times as fast a sum is sent as by a master that takes one message after another:
+message by message, with what a message takes at either end's port, ``bytes / bandwidth + message_us``.
+
+In the coded ways alpha is the part of a parent's children that may be late, and as many stragglers are tried as have
+codes of repeated rows. beta is how many times as fast a sum is sent as by a master who takes message after message:
 1 (uncoded), about N/2 (ring), N / (N - s) (gradient coding), N / (L (n - s)) (tree).
 
 As in the source, all workers are free when a step begins. In pipetrain a late worker first finishes what it is at; the
@@ -14,7 +15,7 @@ milliseconds of that are beside.
 The regressions are computed from what workers would send, decoded from random sets of them; the losses of all ways are
 the same, step by step, and seconds are those simulated.
 
-Takes 3 minutes. Results are kept as they come.
+Takes 1 minute. Results are kept as they come.
 
 examples:
   python experiments/coded_reduce.py
@@ -80,7 +81,7 @@ class Outcome(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """A regression after so many steps; ``error`` is how far the decoded sum was from the plain one, as a part of it."""
+    """A regression after so many steps; ``error`` is that of the decoded sum, as a part of the plain one."""
 
     tree: str
     kind: str

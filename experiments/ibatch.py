@@ -93,7 +93,9 @@ class Outcome(NamedTuple):
 def cells(networks: Sequence[str], nodes: Sequence[int]) -> list[Cell]:
     """All that is computed: first the search of each network, whose setting its curve then has too."""
     most = max(nodes)
-    return [each for name in networks for each in (Cell(name, most, True), *(Cell(name, size, False) for size in nodes))]
+    return [
+        each for name in networks for each in (Cell(name, most, True), *(Cell(name, size, False) for size in nodes))
+    ]
 
 
 def outcomes(cell: Cell, found: Sequence[Outcome]) -> list[Outcome]:

@@ -1,11 +1,11 @@
 """What three papers on the order of transfers report, beside what their settings give here.
 
   tictac   TicTac (SysML 2019, arXiv 1803.03288): ten networks by their layers' graph, training and inference, 2 to 16
-           workers and a parameter server for every 4, 10 Gb/s, simulated message by message; about 6 minutes
+           workers and a parameter server for every 4, 10 Gb/s, simulated message by message; 3 minutes
   caramel  CARAMEL (arXiv 2004.14020): an all-reduce of 8 and 16 devices in a ring, 10 Gb/s, one of its parts after
-           the other; by formulas, 30 s
+           the other; by formulas, 15 s
   ibatch   iBatch (AAAI 2019): servers in parts on every one of 1 to 72 nodes; its two algorithms beside the exact one;
-           and a search for the setting in which it gains what is published; by the source's own model, 1 minute
+           and a search for the setting in which it gains what is published; by the source's own model, 45 s
 
 Nothing is measured. What a network computes is counted from its shapes, and a roofline of the device makes seconds of
 it. What the papers do not say, such as what a message takes beside its bytes, is tried at several values. Results are

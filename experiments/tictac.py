@@ -105,10 +105,18 @@ def report(found: Sequence[Outcome]) -> str:
         f"TicTac: gain of tic or tac over none, {ROWS} rows a worker on {TESLA_K80.name}\n\n"
         + text_table(("network", "", *(f"{size} nodes" for size in sizes)), rows)
     ]
+    speedups = {(Cell(*each[:3]), each.order): each.speedup for each in found}
+    rows = [
+        (*name, order, *(f"{speedups[Cell(*name, size), order]:.1f}" for size in sizes))
+        for name in names
+        for order in ORDERS_TRIED
+    ]
+    header = ("network", "", "order", *(f"{size} nodes" for size in sizes))
+    parts.append(f"Speed-up over one worker without transfers\n\n{text_table(header, rows)}")
     rows = [
         (
             *(each.network, each.mode, each.order, f"{each.step_ms:.0f}", f"{each.computing_ms:.0f}"),
-            *(f"{each.speedup:.1f}x", f"{each.rho:.2f}", f"{each.overlap:.2f}", f"{each.efficiency:.2f}"),
+            *(f"{each.speedup:.1f}x", *(f"{round(part, 2) + 0.0:.2f}" for part in each[7:10])),
         )
         for each in found
         if each.nodes == most

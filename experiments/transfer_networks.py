@@ -23,8 +23,8 @@ TESLA_K80 = Device("half a Tesla K80", 4.11e12, 240e9, 13)
 # A ninth of two Xeon X5570 (8 cores at 2.93 GHz, 8 operations a cycle, 64 GB/s): HP's data sheet of the BL460c G6.
 NINTH_OF_BLADE = Device("a ninth of a BL460c G6", 188e9 / 9, 64e9 / 9, 1)
 
-# Channels of GoogLeNet's blocks: 1x1; 1x1 before 3x3; 3x3; 1x1 before 5x5; 5x5; 1x1 after the pool. Table 1 of Szegedy et
-# al. 2014 (arXiv 1409.4842). None: a pool between blocks.
+# Channels of GoogLeNet's blocks: 1x1; 1x1 before 3x3; 3x3; 1x1 before 5x5; 5x5; 1x1 after the pool. Table 1 of Szegedy
+# et al. 2014 (arXiv 1409.4842). None: a pool between blocks.
 INCEPTIONS = (
     (64, 96, 128, 16, 32, 32),
     (128, 128, 192, 32, 96, 64),

@@ -109,9 +109,7 @@ def of_ibatch(rows: Sequence[Row]) -> Figure:
     for line, kind in zip(panels, kinds, strict=True):
         for panel, name in zip(line, names, strict=True):
             of_panel = [
-                each
-                for each in rows
-                if (each["kind"], each["network"], each["gradients"]) == (kind, name, "dense")
+                each for each in rows if (each["kind"], each["network"], each["gradients"]) == (kind, name, "dense")
             ]
             for way, (colour, dashes, marker) in WAYS.items():
                 of_way = {
@@ -120,7 +118,13 @@ def of_ibatch(rows: Sequence[Row]) -> Figure:
                     if each["way"] == way
                 }
                 panel.plot(
-                    [*of_way], [*of_way.values()], color=colour, linestyle=dashes, marker=marker, label=way, markersize=5
+                    [*of_way],
+                    [*of_way.values()],
+                    color=colour,
+                    linestyle=dashes,
+                    marker=marker,
+                    label=way,
+                    markersize=5,
                 )
             panel.set(xscale="log", ylim=(0, 105))
             panel.set_xscale("log", base=2)
@@ -158,7 +162,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="(default: beside the file)")
     options = parser.parse_args()
     output = options.output or options.file.with_suffix(".png")
-    return shown(parser.prog, lambda: draw(options.file, output), "Try the --output of experiments/ordered_transfers.py.")
+    return shown(
+        parser.prog, lambda: draw(options.file, output), "Try the --output of experiments/ordered_transfers.py."
+    )
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ class Comparison:
     ``bubble`` is the share of all devices' time outside any action; ``busiest`` and ``most idle`` are the stages whose
     devices compute for most and least of their time; ``transfer`` is the share of all devices' time in which they wait
     for what is on its way, which is not told of devices with several stages. Where no cut fits the devices,
-    there is no trace. Of schemes that order their transfers a second table tells ``Overlap``, of the device that computes
-    for the least part of its time.
+    there is no trace. Of schemes that order their transfers a second table tells ``Overlap``, of the device that
+    computes for the least part of its time.
     """
 
     batch_size: int

@@ -46,9 +46,9 @@ class Overlap(NamedTuple):
 
     @property
     def coefficient(self) -> float:
-        """``alpha = (N + C - T) / min(N, C)``: 1 where the shorter of the two is hidden behind the other, 0: none of it.
+        """``alpha = (N + C - T) / min(N, C)``: 1: the shorter of the two is hidden, 0: nothing is.
 
-        Below 0 where there is time in which nothing is computed and nothing under way; 1 where nothing is sent.
+        Below 0 where for some time nothing is computed and nothing under way; 1 where nothing is sent.
         """
         return _part(self.sending_s + self.computing_s - self.step_s, min(self.sending_s, self.computing_s))
 
