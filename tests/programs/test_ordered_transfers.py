@@ -43,7 +43,7 @@ def test_what_has_come_is_kept(small, tmp_path, monkeypatch):
     monkeypatch.setattr(tictac, "outcomes", stopped)
     with pytest.raises(KeyboardInterrupt):
         ordered_transfers.main(["--paper", "tictac", "--network", "vgg16", "--nodes", "2", "--output", str(tmp_path)])
-    assert [each["order"] for each in rows_of(tmp_path / "tictac.csv")] == ["none", "tic", "tac"]
+    assert [each["order"] for each in rows_of(tmp_path / "tictac.csv")] == ["none", "tic", "tac", "random"]
 
 
 def test_arguments_that_cannot_be_used_are_refused(tmp_path, capsys):
@@ -60,8 +60,9 @@ def test_inference_pulls_weights_and_sends_no_gradients(small):
     pull_ms = 1e3 * 14e6 / 1.25e9
     assert infer.step_ms == pytest.approx(pull_ms + 50, abs=1.5)  # all weights, then the forward
     assert train.step_ms == pytest.approx(pull_ms + 150 + 1e3 * 1e6 / 1.25e9, abs=3)
-    ordered = tictac.outcomes(tictac.Cell("vgg16", "inference", 2))[-1]
-    assert ordered.step_ms < infer.step_ms and ordered.overlap > infer.overlap
+    *_, ordered, randomly = tictac.outcomes(tictac.Cell("vgg16", "inference", 2))
+    assert ordered.step_ms < randomly.step_ms < infer.step_ms and ordered.overlap > randomly.overlap > infer.overlap
+    assert randomly.waiting > ordered.waiting == 0.0
 
 
 def test_the_branch_that_makes_most_bytes_runs_backward_first():
