@@ -202,7 +202,6 @@ def test_caramel_is_predicted_no_slower_than_the_backward_alone(workload):
 
 
 @given(workloads())
-@settings(deadline=None)
 def test_variables_have_as_many_chunks_as_suit(workload):
     """None of the numbers that are tried, by themselves, is predicted to be faster."""
     plan = caramel.caramel(workload)
