@@ -87,7 +87,7 @@ WAYS: dict[str, Way] = {
     "grid, workers": Way("grid", workers=2, options={"grid": (2, 1)}),
     "all-reduce, int8": Way("all-reduce", options={"compression": "int8"}),
     "all-reduce, top-k": Way("all-reduce", options={"compression": "top-k:0.1"}),
-    "all-reduce, local": Way("all-reduce", options={"synchrony": "local:4"}),
+    "all-reduce, local": Way("all-reduce", options={"synchrony": "local:4"}, drains=True),
     "1f1b, int4": Way("1f1b", 2, workers=2, options={"microbatches": 2, "compression": "int4"}),
     "spectrain, int8": Way("spectrain", 2, workers=2, options={"compression": "int8"}),
     "spectrain, memory": Way("spectrain", workers=2, memory=True),
