@@ -645,6 +645,13 @@ def compressing(scheme: AnyScheme, compression: str | Compression | None) -> Any
     return with_options(scheme, compression=compression)
 
 
+def uncompressed(scheme: AnyScheme) -> AnyScheme:
+    """The scheme, whose cuts, if it has any, are crossed by what there is."""
+    if isinstance(scheme, PipelineOptions):
+        return replace(scheme, compression=None)
+    return scheme._replace(compression=None) if isinstance(scheme, Scheme) else scheme
+
+
 def check_owned(given: Mapping[str, Any], *schemes: AnyScheme) -> None:
     """Raise ValueError, TypeError for an option, but None, that none of the schemes has, or with such a value."""
     given = {name: value for name, value in given.items() if not _is_left_out(name, value)}

@@ -26,6 +26,7 @@ from pipetrain.schemes.options import (
     check_synchronous,
     compressing,
     name_of,
+    uncompressed,
     with_options,
 )
 from pipetrain.schemes.schedules import has_halves
@@ -97,7 +98,9 @@ class Chooser:
         bounds = bounds_of(profile, max(MOST_BLOCKS, 4 * self._devices))
         self._profile, self._pieces = merged(profile, bounds), of_microbatches and merged(of_microbatches, bounds)
         self._whole = profile, of_microbatches
-        self.cluster, self._training = acting(cluster or Cluster()), checked_training(training)
+        self.cluster, self._given = acting(cluster or Cluster()), checked_training(training)
+        # A name keeps the options of the training's scheme, without its compression: exact ways have none.
+        self._training = self._given._replace(scheme=uncompressed(self._given.scheme))
         self._allow, self._mirrored = allowed(allow, staleness), mirrored
         self._layout, self._left_out = layout, list[str]()
         self._set_cut: Partition | None = None
@@ -141,8 +144,8 @@ class Chooser:
         name = name_of(scheme)
         if name in UNCUT:
             return self._uncut(scheme, name)
-        scheme = self._training.under(scheme).scheme
-        training = self._trained(scheme, microbatches or self._training.under(scheme).microbatches)
+        scheme = self._given.under(scheme).scheme
+        training = self._trained(scheme, microbatches or self._given.under(scheme).microbatches)
         training = training if training.chosen.splits else training._replace(microbatches=1)
         count = training.microbatches_of(len(self._layout.replicas) if self._layout else self._devices)
         profile = divided(*self._whole, count)

@@ -18,7 +18,15 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import NoPlan, partition
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds, divided
 from pipetrain.schemes.dry_run import figures, replay
-from pipetrain.schemes.options import AllReduce, CodedReduce, Interleaved, ParameterServer, SpecTrain, scheduled
+from pipetrain.schemes.options import (
+    AllReduce,
+    CodedReduce,
+    Interleaved,
+    OneFOneB,
+    ParameterServer,
+    SpecTrain,
+    scheduled,
+)
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.table import UNCUT, scheme
 from pipetrain.schemes.text_form import scheme_of, written
@@ -351,6 +359,10 @@ def test_pipelines_whose_cuts_are_crossed_by_less_are_taken_only_where_that_is_a
     assert choose(wide, 4, slow).taken.is_exact
     ahead = choose(wide, 4, slow, allow="compression,staleness").ways
     assert {each.told.get("compression") for each in ahead if each.name == "spectrain"} == {None, "int8"}
+    chooser = Chooser(wide, 4, slow, Training(OneFOneB(compression="int8"), microbatches=4))
+    (way, _), exact = chooser.of("1f1b"), {str(each): each.step_s for each in choose(wide, 4, slow).ways}
+    assert way.told["compression"] == "int8" and not way.is_exact
+    assert {str(each): each.step_s for each in chooser.choice().ways} == exact
 
 
 def test_options_of_schemes_without_stages_are_predicted():
