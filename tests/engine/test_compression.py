@@ -11,9 +11,11 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.compute.transfers.compression import OwnCodec, codec_of, uniform
+from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.transfers.compression import CODECS, TENSORS, CutMessages, OwnCodec, codec_of, uniform
 from pipetrain.schemes.compression import (
     COMPRESSIONS,
+    CUTS,
     BFloat16,
     Compression,
     Float16,
@@ -195,3 +197,35 @@ def test_names_and_values():
             TopK(share)
     with pytest.raises(TypeError, match="TopK"):
         compression_of(keras.Input)
+
+
+@pytest.mark.parametrize("options", (*(each() for each in CUTS), Int8(block=16), Int4(block=3)), ids=repr)
+@pytest.mark.parametrize("dtype", ("float64", "float32", "float16", "bfloat16"))
+@pytest.mark.parametrize("rows", (0, 1, 9))
+def test_messages_over_a_cut_bring_what_those_of_known_sizes_do(options, dtype, rows):
+    """Whatever lengths are open. What has no gradients, is no smaller, or is no number of floating point stays."""
+    value = tf.cast(values((rows, 5, 7)), dtype)
+    beside = [tf.ones([rows, 2], tf.int32), tf.ones([rows]), value]
+    specs = [tf.TensorSpec([None, None, 7], dtype), *(tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in beside)]
+    cut = CutMessages(options, 1, specs, [True, True, False, True], [1])
+    masks = [tf.ones([rows, 5], tf.bool), None, None, None]
+    sent = cut.encoded(BoundaryTensors([value, *beside], masks), SEED[0], WORKER)
+    there = cut.decoded(sent)
+    assert [a is b for a, b in zip(there.tensors[1:3], beside[:2], strict=True)] == [True, True]
+    assert there.masks[0] is masks[0]
+    bits = options.bits if isinstance(options, Int8) else 16
+    if bits >= 8 * value.dtype.size:
+        assert sent.tensors[0] is there.tensors[0] is value
+        return
+    for n, got in ((0, there.tensors[0]), (3, there.tensors[3])):
+        seed = SEED[0], 2 * TENSORS + n
+        codec = CODECS[type(options)](options, tf.TensorSpec(value.shape, dtype))
+        parts, _ = codec.encode(value, seed, WORKER, None)
+        np.testing.assert_array_equal(got, tf.reshape(codec.decode(parts, seed), value.shape))
+    assert tf.size(sent.tensors[0]) == 8 + sum(int(tf.size(part)) * part.dtype.size for part in parts)
+    (up, other) = cut.decoded(cut.encoded([value, value], SEED[0], WORKER))
+    assert (
+        up.dtype == value.dtype
+        and other.shape == value.shape
+        and (options.name[0] != "i" or rows == 0 or (up != other).numpy().any())
+    )
