@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,14 +36,17 @@ class ShardWriter:
     """Lets workers write shards, all at a time; its functions are kept for tensors of the same types and shapes."""
 
     def __init__(self) -> None:
-        self._write = tf.function(_written, autograph=False)
+        self._functions: dict[Any, Any] = {}
 
     def write(self, parts: Sequence[Part]) -> list[WrittenShard]:
         """Write them; returns when all are there. Raises tf.errors.OpError for what a worker cannot write."""
         devices, names = tuple(each.device for each in parts), tuple(tuple(each.values) for each in parts)
-        made = self._write(
-            devices, names, [_there(each) for each in parts], [[*each.values.values()] for each in parts]
-        )
+        given = [_there(each) for each in parts], [[*each.values.values()] for each in parts]
+        key = devices, names, *((each.dtype, tuple(each.shape)) for part in parts for each in part.values.values())
+        if key not in self._functions:  # TensorFlow would warn of a function that is traced for several of them
+            write = tf.function(partial(_written, devices, names), autograph=False)
+            self._functions[key] = write.get_concrete_function(*given)
+        made = self._functions[key](*given)
         written = []
         for part, (index, finite) in zip(parts, made, strict=True):
             kinds = {name: _kind(each).name for name, each in part.values.items()}

@@ -16,8 +16,8 @@ class Writing(StoppableThread):
         write: makes arrays of what there is, which may have to come from other processes, and writes them; gives
             whether that was to be done.
 
-    ``is_written`` says so, ``error`` is the exception that came of it, and ``busy_s`` are the seconds of a processor
-    that it took.
+    ``is_written`` says so, ``error`` is the exception that came of it, ``took_s`` are the seconds that it took, and
+    ``busy_s`` those of a processor.
     """
 
     def __init__(self, step: int, write: Callable[[], bool]) -> None:
@@ -25,16 +25,16 @@ class Writing(StoppableThread):
         self.step, self._write = step, write
         self.is_written = False
         self.error: Exception | None = None
-        self.busy_s = 0.0
+        self.took_s = self.busy_s = 0.0
 
     def run(self) -> None:
         """The thread's body."""
-        begun_s = time.thread_time()
+        begun_s, busy_s = time.perf_counter(), time.thread_time()
         try:
             self.is_written = self._write()
         except Exception as error:
             self.error = error
-        self.busy_s = time.thread_time() - begun_s
+        self.took_s, self.busy_s = time.perf_counter() - begun_s, time.thread_time() - busy_s
 
     @property
     def is_over(self) -> bool:
