@@ -16,13 +16,12 @@ from typing import Any
 
 import keras
 
+from pipetrain.checkpoint.bundles import Sharding
 from pipetrain.checkpoint.directory_lock import DirectoryLock
-from pipetrain.checkpoint.pace import Pace
 from pipetrain.checkpoint.replication import Replication, way_in_memory
-from pipetrain.checkpoint.sharding import Sharding
 from pipetrain.checkpoint.state import Position, RunState, array_of, as_arrays, not_finite, recall, remembered
 from pipetrain.checkpoint.store import Checkpoint, Store
-from pipetrain.checkpoint.writer import Writing
+from pipetrain.checkpoint.writer import Pace, Writing
 from pipetrain.compute.keras_private import count_of
 from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.status_page import StatusPage as StatusPage

@@ -18,7 +18,7 @@ import tensorflow as tf
 from checkpointed import Stop, arrays, pipeline, run
 
 from pipetrain.callbacks import PipelineCheckpoint
-from pipetrain.checkpoint import pace, replication
+from pipetrain.checkpoint import replication, writer
 from pipetrain.checkpoint.replication import Host, Replication
 from pipetrain.checkpoint.store import Store
 from pipetrain.cluster import host_memory
@@ -171,7 +171,7 @@ def test_a_run_that_goes_on_from_memory_at_its_end_writes_its_last_checkpoint(ho
 def test_states_are_as_far_apart_as_is_said(replicate, at, hosts, tmp_path, monkeypatch):
     """A call of 1f1b is one minibatch. By its cost, of which no time may be taken, the second state never comes."""
     steps, taken = [], Replication.taken
-    monkeypatch.setattr(pace, "FIRST_S", 0.0)
+    monkeypatch.setattr(writer, "FIRST_S", 0.0)
     monkeypatch.setattr(replication, "SHARE", 1e-9)
     monkeypatch.setattr(Replication, "taken", lambda self, step, *more: (steps.append(step), taken(self, step, *more)))
     fit(tmp_path / "checkpoints", 9, scheme="1f1b", replicate=replicate)
@@ -223,8 +223,8 @@ def test_neighbours(monkeypatch):
     made = Replication.__new__(Replication)
     made._hosts = found
     homes = {device: made._homes(device) for host in found for device in host.devices}
-    for device, ((own, writer), (other, at)) in homes.items():
-        assert writer == device and device in own.devices and at in other.devices and own is not other
+    for device, ((own, by), (other, at)) in homes.items():
+        assert by == device and device in own.devices and at in other.devices and own is not other
     assert {own.memory: other.memory for (own, _), (other, _) in homes.values()} == {"/a": "/b", "/b": "/c", "/c": "/a"}
 
 
