@@ -65,7 +65,7 @@ def test_every_set_of_stragglers_leaves_the_plain_sum(tree):
 
 
 @given(st.sampled_from([*SMALL, Tree(5, 2, 1), Tree(3, 3, 1), Tree(7, 1, 2), Tree(6, 2, 2)]), st.data())
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_children_that_arrive_in_any_order_leave_the_plain_sum(tree, data):
     """Of every parent others, and minibatches of any number of rows, of fewer than there are workers too."""
     rows = data.draw(st.integers(1, 300))
@@ -80,7 +80,6 @@ def test_children_that_arrive_in_any_order_leave_the_plain_sum(tree, data):
 
 
 @given(st.integers(1, 12), st.data())
-@settings(deadline=None)
 def test_any_children_but_s_decode_and_fewer_only_if_they_have_all_parts(children, data):
     chosen = code(children, data.draw(st.integers(0, children - 1)))
     assert all(len(chosen.parts(child)) == chosen.stragglers + 1 for child in range(children))
@@ -96,7 +95,6 @@ def test_any_children_but_s_decode_and_fewer_only_if_they_have_all_parts(childre
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.data())
-@settings(deadline=None)
 def test_all_workers_have_equally_many_rows_and_every_row_is_borne(children, depth, data):
     tree = Tree(children, depth, data.draw(st.integers(0, children - 1)))
     allocation = allocated(tree)
@@ -141,7 +139,7 @@ def test_parents_and_children_find_each_other():
 
 
 @given(st.integers(3, 9), st.data())
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_the_amplification_is_that_of_the_worst_set_of_stragglers(children, data):
     stragglers = data.draw(st.integers(1, children - 2).filter(lambda each: children % (each + 1)))
     chosen = cyclic(children, stragglers, data.draw(st.integers(0, 100)))

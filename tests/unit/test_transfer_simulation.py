@@ -260,7 +260,7 @@ def test_fewer_processors_than_workers_take_turns():
 
 
 @given(workloads(), st.booleans(), st.integers(1, 4), st.sampled_from([0, 1, 2, 5]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_every_plan_runs_and_moves_what_it_says(workload, serves, workers, window):
     """Whatever the windows; with one message under way at a time all arrive in the order of the plan."""
     for name in orders(serves):
@@ -318,7 +318,6 @@ def test_inversions_are_found():
 
 @pytest.mark.wide
 @given(workloads(), st.booleans())
-@settings(deadline=None)
 def test_the_choice_is_the_simplest_order_that_is_about_the_fastest(workload, serves):
     setting = set_up(workload, 3, serves)
     chosen_s = simulate_plan(setting, auto(setting), 4).step_s

@@ -87,7 +87,7 @@ def test_tac_does_not_follow_the_printed_comparator():
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), SECONDS), min_size=1, max_size=7))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_tac_is_the_best_of_all_orders_of_independent_transfers(transfers):
     best = min(flow_s(transfers, order) for order in itertools.permutations(range(len(transfers))))
     assert flow_s(transfers, tac_order(independent(transfers))) == best
@@ -115,7 +115,7 @@ def partitions(count):
 
 
 @given(chains(10))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_dynamic_programme_finds_the_best_batches(chain):
     ends = [(chain.end_s(each), len(each)) for each in partitions(len(chain.computing_s))]
     found = ibatch.optimum(chain)
