@@ -1,7 +1,7 @@
-"""Draw the figures of docs/benchmarks, from the CSV files there: two cores, two and three hosts, planned memory.
+"""Draw figures of docs/ from the CSV files beside them: two cores, hosts, planned memory, Table 1's accuracy.
 
 examples:
-  python plots/benchmarks.py --output docs/benchmarks
+  python plots/benchmarks.py --output docs
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from pipetrain.pictures.figure import (
     on_white,
     plain,
 )
-from plots.style import NARROW, save
+from plots.style import NARROW, colour_of, save
 
-PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
+PAGES = Path(__file__).parents[1] / "docs"
 Sides: TypeAlias = "dict[str, tuple[list[float], str]]"  # the values of each, and its colour
 SIDES = {"planned": LIGHT, "measured": BLUE}
 BAR = 0.38  # of a row, where it has two bars
+MARKS = "osDv^P"
 
 
 def main() -> None:
@@ -43,8 +44,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("--output", type=Path, default=Path(), help="the folder to write to (default: this one)")
     options = parser.parse_args()
-    for name, figure in {"two-cores": two_cores(), "hosts": hosts(), "memory": memory()}.items():
-        print(save(figure, options.output / f"{name}.png"))
+    figures = {"benchmarks/two-cores": two_cores, "benchmarks/hosts": hosts, "benchmarks/memory": memory}
+    for name, drawn in {**figures, "results/table1": accuracy}.items():
+        path = options.output / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(save(drawn(), path))
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
@@ -58,13 +62,13 @@ def two_cores() -> Picture:
     """Samples/s of two cores over those of one, of exact ways and of predicted weights."""
     figure = Picture(NARROW, 8)
     upper, lower = figure.subplots(2, 1, height_ratios=(6, 10))
-    rows = rows_of("synchronous.csv")
+    rows = rows_of("benchmarks/synchronous.csv")
     pipelines: Sides = {
         "pipetrain, best exact pipeline": ([max(float(row["1f1b"]), float(row["zb-h2"])) for row in rows], BLUE),
         "PyTorch, best pipeline": ([float(row["PyTorch's best"]) for row in rows], LIGHT),
     }
     _pairs(upper, [row["network"] for row in rows], pipelines, "Exact pipelines, against one core (Xeon)")
-    rows = rows_of("auto.csv")
+    rows = rows_of("benchmarks/auto.csv")
     exact = ("all-reduce", "parameter-server", "1f1b, 4", "zb-h2, 4", "zb-v, 2")
     sides: Sides = {
         "pipetrain, predicted weights": ([float(row["spectrain, target"]) for row in rows], ORANGE),
@@ -79,7 +83,7 @@ def two_cores() -> Picture:
 @on_white
 def hosts() -> Picture:
     """A step of MultiWorkerMirroredStrategy over one of ``auto``, network by network."""
-    rows = rows_of("hosts.csv")
+    rows = rows_of("benchmarks/hosts.csv")
     names = [*dict.fromkeys(map(_of_hosts, rows))]
     figure = Picture(NARROW, height_of(len(names)))
     panel = figure.subplots()
@@ -111,11 +115,31 @@ def hosts() -> Picture:
 @on_white
 def memory() -> Picture:
     """Planned and measured bytes of the fullest device, way by way."""
-    rows = [row for row in rows_of("memory.csv") if row["way"] != "data-parallel"]
+    rows = [row for row in rows_of("benchmarks/memory.csv") if row["way"] != "data-parallel"]
     figure = Picture(NARROW, 0.75 * height_of(2 * len(rows)))
     panel = figure.subplots()
     sides = {side: ([float(row[side]) for row in rows], colour) for side, colour in SIDES.items()}
     _pairs(panel, [row["way"] for row in rows], sides, "The fullest device", "multiples of the model's weights")
+    return figure
+
+
+@on_white
+def accuracy() -> Picture:
+    """The best validation accuracy of each scheme, in points against one device, with the 95% interval."""
+    rows = [row for row in rows_of("results/table1.csv") if row["figure"].startswith("against")]
+    networks, schemes = ([*dict.fromkeys(row[key] for row in rows)] for key in ("network", "scheme"))
+    figure = Picture(NARROW, height_of(len(networks) * len(schemes)) * 0.6)
+    panel = figure.subplots()
+    for place, scheme in enumerate(schemes):
+        name = scheme.replace("/", "-").replace("=", "")
+        mine = {row["network"]: row for row in rows if row["scheme"] == scheme}
+        at = [n + (place - (len(schemes) - 1) / 2) * BAR / 2 for n, each in enumerate(networks) if each in mine]
+        means, widths = ([float(each[key]) for each in mine.values()] for key in ("mean", "half_width"))
+        panel.errorbar(means, at, xerr=widths, fmt=MARKS[place], color=colour_of(name), label=scheme, markersize=5)
+    panel.axvline(0, color=GREY, linewidth=1)
+    name_rows(panel, networks)
+    plain(panel, "points of accuracy against one device")
+    _legend(panel, "Table 1: highest validation accuracy")
     return figure
 
 
