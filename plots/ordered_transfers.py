@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipetrain.cli.arguments import Folded
+from pipetrain.logs import counted
 from pipetrain.pictures.figure import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 from plots.command import shown
 from plots.style import NARROW, ROW, save
@@ -134,7 +135,8 @@ def of_ibatch(rows: Sequence[Row]) -> Figure:
             panel.grid(alpha=0.3)
             if of_panel:
                 one = of_panel[0]
-                about = f"T_s {float(one['startup_ms']):g} ms, {float(one['gbit_per_s']):.2g} Gb/s, {one['rows']} rows"
+                rows_of = counted(int(one["rows"]), "row")
+                about = f"T_s {float(one['startup_ms']):g} ms, {float(one['gbit_per_s']):.2g} Gb/s, {rows_of}"
                 panel.set_title(f"{name}\n{about}", loc="left", fontsize=9)
     figure.supxlabel("nodes")
     figure.supylabel("speed-up, % of the nodes")

@@ -300,7 +300,7 @@ def test_weights_with_compressed_cuts_are_those_of_the_reference(scheme, name):
     """Nearer by far than to what comes of no compression: a random number may be as near to a step as rounding is."""
     weights, expected = piped(scheme, name).get_weights(), by_the_reference(scheme, name)
     apart = furthest(expected, by_the_reference(scheme, None))
-    assert furthest(weights, expected) < max(0.1 * apart, 1e-5) and apart > 1e-5
+    assert furthest(weights, expected) < 0.3 * apart and apart > 1e-5
 
 
 @pytest.mark.parametrize("scheme", ("1f1b", "spectrain"))
