@@ -49,6 +49,12 @@ SENDING: dict[str, Mapping[str, Any]] = {
         f"all-reduce/diloco:{steps}": {"scheme": AllReduce(ORDER, synchrony=LocalSGD(steps, 0.7, 0.9))}
         for steps in (8, 32)
     },
+    "all-reduce/ring": {"scheme": AllReduce(ORDER, topology="ring")},
+    **{
+        f"all-reduce/{name}": {"scheme": AllReduce(ORDER, topology=name)}
+        for name in ("gossip", "gossip:torus", "gossip:complete")
+    },
+    "all-reduce/gossip + local:8": {"scheme": AllReduce(ORDER, topology="gossip", synchrony="local:8")},
     "all-reduce/top-k - feedback": {"scheme": AllReduce(ORDER, TopK(error_feedback=False))},
 }
 EVERY_POLICY = {**POLICIES, **SENDING}

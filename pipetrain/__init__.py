@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         VerticalSync,
         WeightStashing,
     )
-    from pipetrain.schemes.synchrony import LocalSGD
+    from pipetrain.schemes.synchrony import Gossip, LocalSGD
     from pipetrain.simulation.coded_reduce import simulate_tree
     from pipetrain.simulation.every_way import choose
     from pipetrain.simulation.grid import simulate_grid
@@ -60,6 +60,7 @@ __all__ = [
     "BFloat16",
     "CodedReduce",
     "Float16",
+    "Gossip",
     "Grid",
     "Int4",
     "Int8",
@@ -109,6 +110,7 @@ _HOMES = {
     "BFloat16": "pipetrain.schemes.compression",
     "CodedReduce": "pipetrain.schemes.options",
     "Float16": "pipetrain.schemes.compression",
+    "Gossip": "pipetrain.schemes.synchrony",
     "Grid": "pipetrain.schemes.grid",
     "Int4": "pipetrain.schemes.compression",
     "Int8": "pipetrain.schemes.compression",

@@ -25,7 +25,7 @@ from pipetrain.compute.optimizer.clone import plain_momentum, whole_step
 from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.transfers.compression import Compressor
-from pipetrain.compute.transfers.outer_step import OuterStep
+from pipetrain.compute.transfers.outer_step import Mixing, OuterStep, OwnWeights
 from pipetrain.compute.transfers.step import TransferStep
 from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
 from pipetrain.frontend.contexts import known
@@ -43,7 +43,7 @@ from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.options import AllReduce, TransferOptions
 from pipetrain.schemes.scheme import Scheme, UpdateRule
-from pipetrain.schemes.synchrony import synchrony_of
+from pipetrain.schemes.synchrony import RING, Gossip, synchrony_of, topology_of
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
@@ -138,8 +138,11 @@ class TransferStrategy(RunnerStrategy):
         super().__init__(planner, scheme)
         self._serves, self._order, self._servers = scheme.name == SERVING, options.order, servers
         self._compression = compression_of(options.compression)
-        self._synchrony = synchrony_of(options.synchrony) if isinstance(options, AllReduce) else None
         self._devices = planner.layout.devices
+        self._synchrony = synchrony_of(options.synchrony) if isinstance(options, AllReduce) else None
+        self._topology = topology_of(options.topology) if isinstance(options, AllReduce) else None
+        if isinstance(self._topology, Gossip):
+            self._topology.neighbours(len(self._devices))  # raises for a graph of others
         self._plans: dict[Plan, float] = {}  # as simulated, the shortest 1; one, once it is known which is taken
 
     @property
@@ -157,17 +160,17 @@ class TransferStrategy(RunnerStrategy):
         check_loss_scaling(owner.optimizer, self._scheme.name, None)
         if self._serves and self._servers > 1:
             check_whole(owner.optimizer, self._scheme.name, f"{self._servers} servers, each with some of the weights")
-        if isinstance(self._order, Plan) and self._order.late.packs and self._synchrony:
+        if isinstance(self._order, Plan) and self._order.late.packs and self._is_apart:
             raise ValueError(
                 "Workers with weights of their own send nothing late. Received: an order with late packs, "
-                f"synchrony={self._synchrony!r}. Try these packs among its pushes."
+                f"synchrony={self._synchrony!r}, topology={self._topology!r}. Try these packs among its pushes."
             )
         if isinstance(self._order, Plan) and self._order.late.packs:
             check_whole(owner.optimizer, self._scheme.name, "weights that the plan updates late")
         self._momentum = 0.0
         if self._compression is not None:
             # An embedding's rows are sent as they are, and have no momentum but the optimizer's.
-            is_one = self._synchrony is None and not embeddings(self.model, self.model.trainable_variables)
+            is_one = not self._is_apart and not embeddings(self.model, self.model.trainable_variables)
             self._momentum = self._compression.corrected(is_one * plain_momentum(stepping(owner.optimizer)))
         super().compiled(owner, loss, jit_compile)
         self._plans = {}
@@ -183,7 +186,7 @@ class TransferStrategy(RunnerStrategy):
             for parts in (self._of_servers() if self._serves else self._of_workers())
         ]
         self._compressor = self._new_compressor()
-        self._outer = OuterStep(self._synchrony, self._weights) if self._synchrony else None
+        self._outer = self._new_outer()
         for number, weights in enumerate(self._weights if self._outer else ()):
             weights.apart = number
         kept = [each.slots() for each in (self._compressor, self._outer) if each is not None]
@@ -199,8 +202,23 @@ class TransferStrategy(RunnerStrategy):
 
     @property
     def drains(self) -> bool:
-        """Whether to have the state changes training: workers are joined for it."""
+        """Whether to have the state changes training: workers are joined for it, or the next exchange is later."""
         return self._synchrony is not None or super().drains
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether every worker updates weights of its own."""
+        return self._synchrony is not None or isinstance(self._topology, Gossip)
+
+    def _new_outer(self) -> OwnWeights | None:
+        """What brings workers' own weights together."""
+        if isinstance(self._topology, Gossip):
+            return Mixing(self._topology, self._weights, self._join_steps)
+        return OuterStep(self._synchrony, self._weights) if self._synchrony else None
+
+    @property
+    def _join_steps(self) -> int:
+        return self._synchrony.steps if self._synchrony else 1
 
     def _kinds_beside(self) -> list[str]:
         kept = {OF_WORKER.sub("", slot.kind) for slot in self._weights[0].worker_slots}
@@ -238,7 +256,16 @@ class TransferStrategy(RunnerStrategy):
             workers,
             self.plan,
             lambda plan, begun: TransferStep(
-                self._weights, workers, plan, self._serves, HOST, begun, reads, self._compressor, self._outer
+                self._weights,
+                workers,
+                plan,
+                self._serves,
+                HOST,
+                begun,
+                reads,
+                self._compressor,
+                self._outer,
+                self._topology == RING,
             ),
             WorkerRows(self._devices),
             self._run_settings,
@@ -330,7 +357,7 @@ class TransferStrategy(RunnerStrategy):
         profile, message, work, cluster = None, Message(), Message(), Cluster()
         if is_measured:
             cluster = described(self._devices, within_functions=True)
-            message = message_of(cluster, workers, self._serves)
+            message = message_of(cluster, workers, self._serves, self._topology)
             if message != Message():  # else no order hides anything
                 profile = planner.profile(rows or DEFAULT_ROWS, workers)
                 work = Message(*message_work(self._devices, cluster))
@@ -349,7 +376,8 @@ class TransferStrategy(RunnerStrategy):
             at_once=self._needs_all or bool(stepping(self.optimizer).gradient_accumulation_steps),
             message_work=work,
             gradient_bytes=self._gradient_bytes(),
-            join_steps=self._synchrony.steps if self._synchrony else 1,
+            join_steps=self._join_steps,
+            topology=self._topology,
         )
 
     def _gradient_bytes(self) -> tuple[int, ...] | None:
@@ -372,7 +400,7 @@ class TransferStrategy(RunnerStrategy):
     @property
     def _needs_all(self) -> bool:
         """Whether all gradients are needed at once: their norm, by a class of the user's, or to join weights."""
-        if self._synchrony is not None:
+        if self._is_apart:
             return True
         steps = stepping(self.optimizer)
         return limit(steps.global_clipnorm) is not None or bool(whole_step(steps))

@@ -11,7 +11,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.transfers.message import RecordedMessage
-from pipetrain.compute.transfers.outer_step import OuterStep
+from pipetrain.compute.transfers.outer_step import OwnWeights
 from pipetrain.compute.transfers.step import Rows
 from pipetrain.compute.transfers.weights import Shares, Worker
 from pipetrain.run.collector import Result
@@ -41,7 +41,8 @@ class StepRunner(Stepwise):
         rows: divides minibatches among the workers.
         settings: called whenever the weights are taken from the model.
         rate: gives the learning rate of a step that begins, None where the optimizers know it.
-        outer: joins the weights of workers that update their own, if they do: after so many steps, and at a drain.
+        outer: brings the weights of workers that update their own together, if they do: after so many steps, and at a
+            drain.
 
     Workers in other processes get their rows of the next minibatch while they compute this one, from when they have
     what their forward waits for: rows that are sent earlier would keep them waiting.
@@ -56,7 +57,7 @@ class StepRunner(Stepwise):
         rows: WorkerRows,
         settings: Callable[[], RunSettings],
         rate: Callable[[], float | None],
-        outer: OuterStep | None = None,
+        outer: OwnWeights | None = None,
     ) -> None:
         super().__init__([worker.device for worker in workers], settings, rate)
         self._weights, self._workers, self._outer = list(weights), list(workers), outer
@@ -67,7 +68,7 @@ class StepRunner(Stepwise):
         self._known: dict[Plan, Any] = {}  # what ran steps by other plans
         self._late_rate: float | None = None  # of the step whose late gradients wait
         self._waiting = False  # whether there are any
-        self._apart = False  # whether workers have weights of their own
+        self._apart = False  # whether workers have made steps that the weights which are stored do not know
 
     def takes(self, plan: Plan) -> bool:
         """Whether its steps can be by this plan, too: the same variables are updated late."""
@@ -119,10 +120,10 @@ class StepRunner(Stepwise):
             self._step.prepare()
         start_s = time.perf_counter()
         try:
-            joins = self._outer is None or (self._steps_done + 1) % self._outer.options.steps == 0
+            joins = self._outer is None or (self._steps_done + 1) % self._outer.steps == 0
             when = {} if self._outer is None else {"joins": joins}
             result, sent = self._step(rows, self._waiting, settings.exact_times, **when)
-            self._apart = not joins
+            self._apart = self._outer is not None and not (joins and self._outer.unites)
         finally:
             self._rows.let_go()
         self._note(start_s, result.times, sent, [each.worker for each in rows])
@@ -175,7 +176,7 @@ class StepRunner(Stepwise):
 
     def _flush(self) -> None:
         if self._apart and self._step is not None:
-            self._step.join()
+            self._step.settle()
             self._apart = False
         if self._waiting and self._step is not None:
             self._set_rates(None)
@@ -214,7 +215,8 @@ class StepRunner(Stepwise):
     def _outcome(self) -> list[Any]:
         """The weights, and the state of all workers, as ``_store`` takes them."""
         first, *others = self._workers
-        values = [*self._weights[0].stored(), *first.outcome(others, self._weights[0].assigned)]
+        stored = self._weights[0].stored() if self._outer is None else self._outer.stored()
+        values = [*stored, *first.outcome(others, self._weights[0].assigned)]
         return [None if each is None else here([each])[0] for each in values]
 
     def _store(self, values: Sequence[Any]) -> None:

@@ -17,7 +17,15 @@ from pipetrain.schemes.coded_reduce import Tree, checked_tree
 from pipetrain.schemes.compression import COMPRESSIONS, Compression, check_compression, compression_of
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.synchrony import LocalSGD, check_synchrony, synchrony_of
+from pipetrain.schemes.synchrony import (
+    Gossip,
+    LocalSGD,
+    check_synchrony,
+    check_together,
+    check_topology,
+    synchrony_of,
+    topology_of,
+)
 from pipetrain.schemes.table import (
     AUTO,
     CODED,
@@ -37,9 +45,9 @@ from pipetrain.schemes.transfers.orders import ORDERS, check_order, check_server
 from pipetrain.schemes.transfers.plan import Plan
 
 STALENESS = ("none", "predicted")  # what ``auto`` may allow of the weights that gradients are made with
-# What ``auto`` may choose beside training that equals the unsplit model's: predicted weights, compressed gradients, and
-# workers that join their weights after some steps.
-ALLOWED = ("staleness", "compression", "local")
+# What ``auto`` may choose beside training that equals the unsplit model's: predicted weights, compressed gradients,
+# workers that join their weights after some steps, and workers that average theirs with neighbours'.
+ALLOWED = ("staleness", "compression", "local", "gossip")
 DEFAULT_POLICY = {  # the options of ``table.scheme``
     "horizon": HORIZONS[0],
     "spike_compensation": False,
@@ -297,6 +305,10 @@ class AllReduce(TransferOptions):
         synchrony: ``synchronous``; or ``local``, ``"local:32"``, ``pipetrain.LocalSGD(steps=32)``: each worker updates
             weights of its own, and after so many steps all go on from one. What is sent then, and what is compressed,
             is by how much these differ from the weights before.
+        topology: ``direct``, where each worker sends to all others; ``ring``, where it sends to the next one alone, of
+            which sums are made part by part; or ``gossip``, ``"gossip:torus"``, ``pipetrain.Gossip(graph=...)``: each
+            worker has weights of its own, which it averages with its neighbours' after every step, or after every so
+            many with ``local``.
     """
 
     name: ClassVar[str] = "all-reduce"
@@ -308,10 +320,21 @@ class AllReduce(TransferOptions):
             by_default="synchronous",
         ),
     )
+    topology: str | Gossip | None = field(
+        default=None,
+        metadata=described(
+            "who sends to whom: direct, each worker to all; ring, each to the next one; or gossip, gossip:torus, "
+            "gossip:complete, each averages its weights with its neighbours'",
+            metavar="NAME[:GRAPH]",
+            by_default="direct",
+        ),
+    )
 
     def _check(self) -> None:
         super()._check()
         check_synchrony(self.synchrony, self.name)
+        check_topology(self.topology, self.name)
+        check_together(self.topology, self.synchrony, self.compression)
 
 
 @dataclass(frozen=True, repr=False)
@@ -374,7 +397,8 @@ class Auto(SchemeOptions):
             that never drain, whose weights are predicted (``SpecTrain(horizon="target")``), too.
         allow: what else it may choose, a tuple or a text with commas: ``staleness``, which is ``predicted`` above;
             ``compression``, an all-reduce with compressed gradients; ``local``, one whose workers join their weights
-            after 8 steps. With the last two also both together.
+            after 8 steps; ``gossip``, one whose workers average theirs with their neighbours' on a ring. Of the last
+            three also ``local`` together with another.
     """
 
     name: ClassVar[str] = AUTO
@@ -464,8 +488,9 @@ def check_microbatches(microbatches: Any, scheme: AnyScheme) -> None:
 def policy_of(scheme: AnyScheme) -> dict[str, Any]:
     """What of a scheme's options decides on the weights, as JSON can hold it: of ``table.scheme``, and what is sent."""
     if isinstance(scheme, TransferOptions):
-        synchrony = synchrony_of(scheme.synchrony) if isinstance(scheme, AllReduce) else None
-        sent = {"compression": compression_of(scheme.compression), "synchrony": synchrony}
+        sent: dict[str, Any] = {"compression": compression_of(scheme.compression)}
+        if isinstance(scheme, AllReduce):
+            sent |= {"synchrony": synchrony_of(scheme.synchrony), "topology": topology_of(scheme.topology)}
         return {**DEFAULT_POLICY, **{name: str(each) for name, each in sent.items() if each is not None}}
     return scheme.policy if isinstance(scheme, AsynchronousOptions) else dict(DEFAULT_POLICY)
 
@@ -574,6 +599,7 @@ CHECKS: dict[str, Callable[[Any, str], object]] = {
     "order": check_order,
     "servers": check_servers,
     "synchrony": check_synchrony,
+    "topology": check_topology,
 }
 
 

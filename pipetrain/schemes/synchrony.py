@@ -1,15 +1,20 @@
-"""When the workers of data parallelism bring their weights together: in every step, or after several of their own."""
+"""When the workers of data parallelism bring their weights together, and with whom: all of them, or neighbours."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from numbers import Real
 from typing import Any, ClassVar
 
-from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.arguments import checked_count, is_count
 
 SYNCHRONOUS = "synchronous"
 REDUCING = "all-reduce"
+DIRECT, RING = "direct", "ring"  # how the sums of all workers are made: each sends to each, or to the next one alone
+Neighbours = tuple[tuple[int, ...], ...]  # of every worker the numbers of those with which it exchanges weights
 
 
 @dataclass(frozen=True)
@@ -86,4 +91,157 @@ def check_synchrony(given: Any, scheme: str) -> None:
         raise ValueError(
             f"Only {REDUCING} has workers with weights of their own. Received: synchrony={given!r}, scheme={scheme!r}. "
             f"Try leaving it out, or scheme={REDUCING!r}."
+        )
+
+
+def _on_ring(workers: int) -> list[set[int]]:
+    return [{(worker - 1) % workers, (worker + 1) % workers} for worker in range(workers)]
+
+
+def _on_torus(workers: int) -> list[set[int]]:
+    """In rows and columns whose numbers are as near to each other as can be; of a prime number it is a ring."""
+    rows = next(each for each in range(math.isqrt(workers), 0, -1) if workers % each == 0)
+    columns = workers // rows
+    found = []
+    for row, column in (divmod(worker, columns) for worker in range(workers)):
+        beside = {row * columns + (column + step) % columns for step in (-1, 1)}
+        found.append(beside | {(row + step) % rows * columns + column for step in (-1, 1)})
+    return found
+
+
+GRAPHS: dict[str, Callable[[int], list[set[int]]]] = {
+    "ring": _on_ring,
+    "torus": _on_torus,
+    "complete": lambda workers: [{*range(workers)} for _ in range(workers)],
+}
+A_GRAPH = "pipetrain.Gossip(graph=((1,), (0, 2), (1,)))"
+
+
+@dataclass(frozen=True)
+class Gossip:
+    """``"gossip"``, ``"gossip:GRAPH"``: every worker takes its own step, then averages with its neighbours.
+
+    With the weights X_j of worker j after its step, and the neighbours' numbers d_j of each::
+
+        X_i <- sum of A_ij X_j    A_ij = 1 / (1 + max(d_i, d_j)) for neighbours    A_ii = 1 - their sum
+
+    Source: D-PSGD (Lian et al. 2017, arXiv 1705.09056), with Metropolis weights, which are symmetric: what a worker
+    gives and what it takes are both whole. The model's weights are the average of all workers'.
+
+    Args:
+        graph: ``ring``; ``torus``, of about as many rows as columns; ``complete``, where the average is that of all;
+            or of every worker its neighbours' numbers, from 0 up.
+
+    Raises ValueError for another graph, for one of which some neighbour does not know the other, and for one that is in
+    several parts.
+    """
+
+    name: ClassVar[str] = "gossip"
+    graph: str | Neighbours = "ring"
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what is no graph."""
+        if not isinstance(self.graph, str):
+            object.__setattr__(self, "graph", _checked(self.graph))
+        elif self.graph not in GRAPHS:
+            raise ValueError(f"Unknown graph. Received: graph={self.graph!r}. Try one of: {', '.join(GRAPHS)}.")
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.graph}"
+
+    def neighbours(self, workers: int) -> Neighbours:
+        """Of so many workers, in the order of their numbers. Raises ValueError where the graph has others."""
+        if isinstance(self.graph, str):
+            found = GRAPHS[self.graph](workers)
+            return tuple(tuple(sorted(each - {worker})) for worker, each in enumerate(found))
+        if len(self.graph) != workers:
+            raise ValueError(
+                f"A graph has the neighbours of every worker. Received: graph={self.graph!r}, of {len(self.graph)}, "
+                f"for {workers} workers. Try neighbours for each of {workers}."
+            )
+        return self.graph
+
+    def mixing(self, workers: int) -> list[dict[int, float]]:
+        """Of every worker whose weights it averages, its own among them, and by which factors, in their order."""
+        neighbours = self.neighbours(workers)
+        rows = []
+        for worker, others in enumerate(neighbours):
+            row = {other: Fraction(1, 1 + max(len(others), len(neighbours[other]))) for other in others}
+            row[worker] = 1 - sum(row.values(), Fraction(0))
+            rows.append({each: float(row[each]) for each in sorted(row) if row[each]})
+        return rows
+
+
+def _checked(graph: Any) -> Neighbours:
+    """The graph as tuples. Raises ValueError, TypeError for what is none."""
+    if not isinstance(graph, Sequence) or not all(isinstance(each, Sequence) for each in graph):
+        raise TypeError(
+            f"A graph is a name, or has every worker's neighbours. Received: graph={graph!r}. Try {A_GRAPH}."
+        )
+    found = tuple(tuple(sorted({*each})) for each in graph)
+    if not found or not all(is_count(n, 0) and n < len(found) for each in found for n in each):
+        raise ValueError(f"Neighbours are numbers of workers. Received: graph={graph!r}. Try {A_GRAPH}.")
+    for worker, others in enumerate(found):
+        for other in others:
+            if worker == other or worker not in found[other]:
+                raise ValueError(
+                    f"Neighbours know each other. Received: graph={graph!r}, where worker {worker} has {other} alone. "
+                    f"Try {A_GRAPH}."
+                )
+    reached, new = {0}, {0}
+    while new := {other for worker in new for other in found[worker]} - reached:
+        reached |= new
+    if len(reached) < len(found):
+        raise ValueError(
+            f"All workers are joined by their neighbours. Received: graph={graph!r}, where worker 0 reaches "
+            f"{sorted(reached)} alone. Try {A_GRAPH}."
+        )
+    return found
+
+
+def topology_of(given: Any) -> Gossip | str | None:
+    """What a name, a name with a graph, or an object stands for: ``Gossip``, ``RING``; None for ``DIRECT``.
+
+    Raises ValueError for a name that there is not, TypeError for what is neither.
+    """
+    if given is None or isinstance(given, Gossip):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(
+            f"A topology is a name or an object. Received: topology={given!r}. "
+            f"Try {RING!r}, {Gossip.name!r}, or {A_GRAPH}."
+        )
+    if given in (DIRECT, RING):
+        return None if given == DIRECT else RING
+    name, colon, graph = given.partition(":")
+    if name != Gossip.name:
+        raise ValueError(
+            f"Unknown topology. Received: topology={given!r}. "
+            f"Try one of: {DIRECT}, {RING}, {', '.join(f'{Gossip.name}:{each}' for each in GRAPHS)}."
+        )
+    return Gossip(graph) if colon else Gossip()
+
+
+def check_topology(given: Any, scheme: str) -> None:
+    """Raise ValueError, TypeError for no topology, and for a scheme that has one alone; None is the default."""
+    if topology_of(given) is not None and scheme != REDUCING:
+        raise ValueError(
+            f"Only {REDUCING} has a topology. Received: topology={given!r}, scheme={scheme!r}. "
+            f"Try leaving it out, or scheme={REDUCING!r}."
+        )
+
+
+def check_together(topology: Any, synchrony: Any, compression: Any) -> None:
+    """Raise ValueError for options of which each can be, but not together."""
+    found, joined = topology_of(topology), synchrony_of(synchrony)
+    if found is not None and compression is not None:
+        why = "Compressed gradients go to all workers that need them" if found == RING else "Neighbours send weights"
+        raise ValueError(
+            f"{why}. Received: topology={topology!r}, compression={compression!r}. Try topology={DIRECT!r}, or no "
+            "compression."
+        )
+    if isinstance(found, Gossip) and joined is not None and (joined.rate, joined.momentum) != (1, 0):
+        raise ValueError(
+            f"Neighbours have no weights in common that an outer step starts from. Received: topology={topology!r}, "
+            f"synchrony={synchrony!r}. Try synchrony='{LocalSGD.name}:{joined.steps}'."
         )

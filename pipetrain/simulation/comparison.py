@@ -17,7 +17,7 @@ from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.compression import Compression
 from pipetrain.schemes.options import AnyScheme, check_microbatches, name_of, splits
-from pipetrain.schemes.synchrony import LocalSGD
+from pipetrain.schemes.synchrony import Gossip, LocalSGD
 from pipetrain.schemes.table import (
     CODED,
     GRID,
@@ -103,6 +103,7 @@ def compare(
     servers: int | None = None,
     compression: str | Compression | None = None,
     synchrony: str | LocalSGD | None = None,
+    topology: str | Gossip | None = None,
     **options: Any,
 ) -> Comparison:
     """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
@@ -126,6 +127,7 @@ def compare(
         servers: of ``parameter-server``, on as many of the devices; by default on all.
         compression: of the gradients of those schemes that order their transfers.
         synchrony: of ``all-reduce``.
+        topology: of ``all-reduce``.
         options: of ``simulate``.
 
     Raises:
@@ -149,6 +151,7 @@ def compare(
                 servers=servers if name == SERVING else None,
                 compression=compression,
                 synchrony=None if name == SERVING else synchrony,
+                topology=None if name == SERVING else topology,
             )
             for name in TRANSFERRING
         },

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.synchrony import RING, Gossip
 from pipetrain.schemes.transfers.plan import Message, Pack, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.kernel import Kernel, varying
 from pipetrain.simulation.simulated_trace import trace_of_devices
@@ -42,6 +43,8 @@ class Setting:
             that need the sum. None: gradients are as large as the variables.
         join_steps: of workers that update weights of their own, the steps after which they send anything; the updates
             of the steps between are left out. 1: of every step.
+        topology: of workers that sum gradients: ``RING``, or ``Gossip``, whose workers send weights to their
+            neighbours alone; None: each sends to all others.
 
     Raises ValueError for counts below 1, more servers than workers, and times and sizes that are negative or infinite.
     """
@@ -58,6 +61,7 @@ class Setting:
     message_work: Message = NOTHING
     gradient_bytes: tuple[int, ...] | None = None
     join_steps: int = 1
+    topology: Gossip | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("workers", "servers", "join_steps"):
@@ -278,7 +282,8 @@ class _GradientSums:
     """The sums of a phase's gradients: on the server whose phase it is, or on every worker.
 
     Among more than two workers each adds a part of the pack and sends the sum to all others, unless gradients are
-    compressed.
+    compressed. On a ring each part goes from worker to worker, and then its sum. In a gossip a worker has the sum of
+    its own and its neighbours'.
 
     Args:
         program: of the step.
@@ -292,7 +297,11 @@ class _GradientSums:
         self.phase, self._program, self._setting = phase, program, setting
         self._before, self._workers, self._sinks = before, range(setting.workers), sinks
         self._places = _Places(program, phase)
-        self._scatters = len(sinks) > 2 and setting.gradient_bytes is None
+        self._scatters = len(sinks) > 2 and setting.gradient_bytes is None and setting.topology is None
+        self._is_ring = setting.topology == RING
+        self._sources = {sink: {*self._workers} for sink in sinks}
+        if isinstance(setting.topology, Gossip):
+            self._sources = {sink: {*each} for sink, each in enumerate(setting.topology.neighbours(setting.workers))}
         self._added = [{sink: program.add(Join()) for sink in sinks} for _ in phase.packs]
         self._there: list[dict[int, int]] = []  # by place and sink: what says that all parts of the sum are there
         self._came: list[dict[int, list[int]]] = [{sink: [] for sink in sinks} for _ in phase.packs]
@@ -305,6 +314,24 @@ class _GradientSums:
                         there = self._send(place, sink, worker, None, [there])
                         self._came[place][worker].append(there)
                     program.wait(self._there[place][worker], there)
+            if self._is_ring:
+                self._there[-1] = self._around(place)
+
+    def _around(self, place: int) -> dict[int, int]:
+        """Every part of a pack, from worker to worker; gives what says that all its sums are at a worker."""
+        there, count = {worker: self._program.add(Join()) for worker in self._workers}, len(self._workers)
+        for part in self._workers:
+            came = self._added[place][part]
+            for hop in range(1, 2 * count - 1):
+                source, sink = (part + hop - 1) % count, (part + hop) % count
+                came = self._send(place, source, sink, self._places.behind(place) if hop == 1 else None, [came])
+                if hop < count:
+                    came = self._program.add(Join(), [came, self._added[place][sink]])
+                else:
+                    self._came[place][sink].append(came)
+                if hop >= count - 1:
+                    self._program.wait(there[sink], came)
+        return there if count > 1 else self._added[place]
 
     def update(self, place: int, task: Task) -> int:
         """A task that awaits the sum of a pack on its device, and uses the messages that brought it."""
@@ -318,6 +345,7 @@ class _GradientSums:
             if sink == worker:
                 for awaited in awaits:
                     self._program.wait(self._added[place][sink], awaited)
+            if sink == worker or self._is_ring or worker not in self._sources[sink]:
                 continue
             sent = self._send(place, worker, sink, self._places.behind(place), awaits)
             self._program.wait(self._added[place][sink], sent)
@@ -326,7 +354,7 @@ class _GradientSums:
 
     def _send(self, place: int, source: int, sink: int, behind: int | None, awaits: Sequence[int]) -> int:
         pushed_bytes = self._setting.pushed_bytes(self.phase.packs[place])
-        size_bytes = pushed_bytes / (len(self._sinks) if self._scatters else 1)
+        size_bytes = pushed_bytes / (len(self._sinks) if self._scatters or self._is_ring else 1)
         message = Send("R", source, sink, size_bytes, self._before + place, behind)
         return self._places.send(place, message, awaits)
 

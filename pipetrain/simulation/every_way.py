@@ -27,6 +27,7 @@ from pipetrain.schemes.options import (
     with_options,
 )
 from pipetrain.schemes.schedules import has_halves
+from pipetrain.schemes.synchrony import Gossip
 from pipetrain.schemes.table import CHUNKED, PIPELINES, UNCUT
 from pipetrain.schemes.text_form import stages_of
 from pipetrain.simulation.action_costs import acting
@@ -191,12 +192,14 @@ class Chooser:
         """An all-reduce with compressed gradients, with workers that join their weights after some steps, or both."""
         compressions = SENT if "compression" in self._allow else ()
         synchronies = (None, LOCAL) if "local" in self._allow else (None,)
-        for compression, synchrony in product((None, *compressions), synchronies):
-            if self._copies is not None and (compression or synchrony):
-                scheme = AllReduce(compression=compression, synchrony=synchrony)
+        sent: list[tuple[str | None, str | None]] = [(compression, None) for compression in (None, *compressions)]
+        sent += [(None, Gossip.name)] if "gossip" in self._allow else []
+        for (compression, topology), synchrony in product(sent, synchronies):
+            if self._copies is not None and (compression or topology or synchrony):
+                scheme = AllReduce(compression=compression, synchrony=synchrony, topology=topology)
                 way = self._copies.of(scheme)
                 if way is not None:
-                    yield way._replace(is_exact=False, family=f"all-reduce, {compression}, {synchrony}")
+                    yield way._replace(is_exact=False, family=f"all-reduce, {compression}, {synchrony}, {topology}")
 
     def _pipelines(self) -> Iterator[Way]:
         """Each synchronous schedule with the microbatches that suit it, as far as there are blocks for its stages.

@@ -32,6 +32,8 @@ SCHEMES = (
     "all-reduce/late",
     "all-reduce/caramel",
     "all-reduce/resumed",
+    "all-reduce/ring",
+    "all-reduce/gossip",
     "parameter-server",
     "parameter-server/tac",
     "parameter-server/ibatch",

@@ -25,6 +25,7 @@ GIVEN = {  # what is written, and what it means
     "order": ("tic", "tic"),
     "compression": ("top-k:0.1", "top-k:0.1"),
     "synchrony": ("local:4", "local:4"),
+    "topology": ("gossip:torus", "gossip:torus"),
     "servers": ("2", 2),
     "children": ("4", 4),
     "depth": ("2", 2),
@@ -41,6 +42,7 @@ WRONG = {
     "order": ["fifo"],
     "compression": ["top-k:2"],
     "synchrony": ["local:0"],
+    "topology": ["gossip:star"],
     "servers": ["none"],
     "children": ["0"],
     "depth": ["1.5"],
@@ -143,7 +145,7 @@ def test_a_command_line_has_options_and_words_of_its_own():
     ("command", "wanted"),
     [
         ("plan", "horizon chunks staleness allow"),
-        ("simulate", "horizon chunks order compression synchrony servers children depth stragglers grid"),
+        ("simulate", "horizon chunks order compression synchrony topology servers children depth stragglers grid"),
         ("schedule", "chunks"),
     ],
 )

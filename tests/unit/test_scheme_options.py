@@ -34,6 +34,7 @@ VALUES = {
     "order": "tic",
     "compression": "top-k:0.1",
     "synchrony": "local:4",
+    "topology": "gossip:torus",
     "servers": 2,
     "children": 4,
     "depth": 2,

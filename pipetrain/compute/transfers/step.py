@@ -31,7 +31,7 @@ from pipetrain.compute.transfers.message import (
     reduced,
     sent,
 )
-from pipetrain.compute.transfers.outer_step import OuterStep
+from pipetrain.compute.transfers.outer_step import OwnWeights, Reduce
 from pipetrain.compute.transfers.weights import Made, Shares, Weights, Worker, placed
 from pipetrain.schemes.transfers.plan import Phase, Plan
 
@@ -67,7 +67,8 @@ class TransferStep:
         begun: called in each step when all workers have the weights that their forward reads.
         returns_outputs: whether results have the outputs of all rows, else of none.
         compressor: sums gradients that are compressed on their way, if they are.
-        outer: joins the weights of workers that update their own, if they do.
+        outer: brings the weights of workers that update their own together, if they do.
+        is_ring: whether sums of all workers are made on a ring.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class TransferStep:
         begun: Callable[[], None] | None = None,
         returns_outputs: bool = True,
         compressor: Compressor | None = None,
-        outer: OuterStep | None = None,
+        outer: OwnWeights | None = None,
+        is_ring: bool = False,
     ) -> None:
+        self._is_ring = is_ring
         self._begun, self._returns_outputs, self._compressor, self._outer = begun, returns_outputs, compressor, outer
         self._weights, self._workers, self._serves, self._host = list(weights), list(workers), serves, host
         self._like, self._made = weights[0].gradients_like, weights[0].made
@@ -118,7 +121,7 @@ class TransferStep:
         """One step, and the messages that were recorded if it ``records`` them.
 
         ``pending`` says whether gradients of the last step are to be applied first, ``joins`` whether workers with
-        weights of their own join them in the end.
+        weights of their own exchange them in the end.
         """
         active = tuple(each.worker for each in rows)
         given = [(each.inputs, each.shares) for each in rows]
@@ -142,9 +145,9 @@ class TransferStep:
         """Apply the gradients that the last step has left."""
         self._call(self._apply_late)
 
-    def join(self) -> None:
-        """Join the workers' weights."""
-        self._call(self._join)
+    def settle(self) -> None:
+        """The weights that workers with their own store are those of all steps."""
+        self._call(self._settle)
 
     def _call(self, body: Callable[[], None]) -> None:
         """Run this as a function, which is traced once."""
@@ -164,7 +167,7 @@ class TransferStep:
         if self._outer is not None:
             self._update_own(active, made, [shares for _, shares in given])
             if joins:
-                self._join()
+                self._exchange(self._outer.exchange)
         else:
             self._push(active, made)
             self._return()
@@ -279,12 +282,17 @@ class TransferStep:
                     count_of(group.optimizer).value.assign_add(1, read_value=False)
         self._outer.stepped()
 
-    def _join(self) -> None:
+    def _settle(self) -> None:
         assert self._outer is not None
-        order = Order(self._plan.pushes, "push", self._record)
+        self._exchange(self._outer.settle)
+
+    def _exchange(self, exchange: Callable[[Order, Reduce], None]) -> None:
         sinks = [worker.device for worker in self._workers]
         every = range(len(self._workers))
-        self._outer.join(lambda moved, like: self._reduced(order, moved, sinks, like, every, late=False))
+        exchange(
+            Order(self._plan.pushes, "push", self._record),
+            lambda order, moved, like: self._reduced(order, moved, sinks, like, every, late=False),
+        )
 
     def _apply_late(self) -> None:
         gradients = []
@@ -325,7 +333,7 @@ class TransferStep:
         late: bool,
     ) -> list[Any]:
         if self._compressor is None:
-            return reduced(order, gradients, sinks, like)
+            return reduced(order, gradients, sinks, like, self._is_ring)
         made = [(worker, *each) for worker, each in zip(workers, gradients, strict=True)]
         return self._compressor.reduced(order, made, sinks, like, lambda device: self._number(device, late))
 
