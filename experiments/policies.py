@@ -49,6 +49,7 @@ SENDING: dict[str, Mapping[str, Any]] = {
         f"all-reduce/diloco:{steps}": {"scheme": AllReduce(ORDER, synchrony=LocalSGD(steps, 0.7, 0.9))}
         for steps in (8, 32)
     },
+    "all-reduce/stale:1": {"scheme": AllReduce(ORDER, synchrony="stale:1")},
     "all-reduce/ring": {"scheme": AllReduce(ORDER, topology="ring")},
     **{
         f"all-reduce/{name}": {"scheme": AllReduce(ORDER, topology=name)}

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         VerticalSync,
         WeightStashing,
     )
-    from pipetrain.schemes.synchrony import Gossip, LocalSGD
+    from pipetrain.schemes.synchrony import Gossip, LocalSGD, Stale
     from pipetrain.simulation.coded_reduce import simulate_tree
     from pipetrain.simulation.every_way import choose
     from pipetrain.simulation.grid import simulate_grid
@@ -77,6 +77,7 @@ __all__ = [
     "Sign",
     "SpecTrain",
     "SpikeCompensation",
+    "Stale",
     "TopK",
     "Trace",
     "TwoBW",
@@ -127,6 +128,7 @@ _HOMES = {
     "Sign": "pipetrain.schemes.compression",
     "SpecTrain": "pipetrain.schemes.options",
     "SpikeCompensation": "pipetrain.schemes.options",
+    "Stale": "pipetrain.schemes.synchrony",
     "TopK": "pipetrain.schemes.compression",
     "Trace": "pipetrain.trace.trace",
     "TwoBW": "pipetrain.schemes.options",

@@ -41,9 +41,9 @@ from pipetrain.run.step_runner import StepRunner
 from pipetrain.run.window import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.compression import compression_of
-from pipetrain.schemes.options import AllReduce, TransferOptions
+from pipetrain.schemes.options import AllReduce, ParameterServer, TransferOptions
 from pipetrain.schemes.scheme import Scheme, UpdateRule
-from pipetrain.schemes.synchrony import RING, Gossip, synchrony_of, topology_of
+from pipetrain.schemes.synchrony import RING, Gossip, LocalSGD, Stale, synchrony_of, topology_of
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
@@ -139,7 +139,7 @@ class TransferStrategy(RunnerStrategy):
         self._serves, self._order, self._servers = scheme.name == SERVING, options.order, servers
         self._compression = compression_of(options.compression)
         self._devices = planner.layout.devices
-        self._synchrony = synchrony_of(options.synchrony) if isinstance(options, AllReduce) else None
+        self._synchrony = synchrony_of(options.synchrony) if isinstance(options, AllReduce | ParameterServer) else None
         self._topology = topology_of(options.topology) if isinstance(options, AllReduce) else None
         if isinstance(self._topology, Gossip):
             self._topology.neighbours(len(self._devices))  # raises for a graph of others
@@ -202,23 +202,31 @@ class TransferStrategy(RunnerStrategy):
 
     @property
     def drains(self) -> bool:
-        """Whether to have the state changes training: workers are joined for it, or the next exchange is later."""
+        """Whether to have the state changes training.
+
+        Workers are joined for it, or their next exchange is later, or the gradient after it is not stale.
+        """
         return self._synchrony is not None or super().drains
 
     @property
     def _is_apart(self) -> bool:
         """Whether every worker updates weights of its own."""
-        return self._synchrony is not None or isinstance(self._topology, Gossip)
+        return isinstance(self._synchrony, LocalSGD) or isinstance(self._topology, Gossip)
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether every gradient is applied while the next step computes."""
+        return isinstance(self._synchrony, Stale)
 
     def _new_outer(self) -> OwnWeights | None:
         """What brings workers' own weights together."""
         if isinstance(self._topology, Gossip):
             return Mixing(self._topology, self._weights, self._join_steps)
-        return OuterStep(self._synchrony, self._weights) if self._synchrony else None
+        return OuterStep(self._synchrony, self._weights) if isinstance(self._synchrony, LocalSGD) else None
 
     @property
     def _join_steps(self) -> int:
-        return self._synchrony.steps if self._synchrony else 1
+        return self._synchrony.steps if isinstance(self._synchrony, LocalSGD) else 1
 
     def _kinds_beside(self) -> list[str]:
         kept = {OF_WORKER.sub("", slot.kind) for slot in self._weights[0].worker_slots}
@@ -244,7 +252,8 @@ class TransferStrategy(RunnerStrategy):
         """The weights on every worker, in two parts if a part of them is updated late."""
         late = set(self.plan.late_variables)
         every = range(len(self._segment.trainable_variables))
-        groups = [[n for n in every if n not in late], *([sorted(late)] if late else [])]
+        groups = [[n for n in every if n not in late], sorted(late)]
+        groups = [each for each in groups if each] or groups[:1]
         return [[WeightsPart(device, each) for each in groups] for device in self._devices]
 
     def _new_runner(self) -> Any:
@@ -266,6 +275,7 @@ class TransferStrategy(RunnerStrategy):
                 self._compressor,
                 self._outer,
                 self._topology == RING,
+                self._is_stale,
             ),
             WorkerRows(self._devices),
             self._run_settings,
@@ -378,6 +388,7 @@ class TransferStrategy(RunnerStrategy):
             gradient_bytes=self._gradient_bytes(),
             join_steps=self._join_steps,
             topology=self._topology,
+            is_stale=self._is_stale,
         )
 
     def _gradient_bytes(self) -> tuple[int, ...] | None:
@@ -409,6 +420,8 @@ class TransferStrategy(RunnerStrategy):
         """The plans of the order as simulated, measured where it depends on that."""
         rows_alone = embeddings(self.model, self._segment.trainable_variables)
         setting = replace(self._setting(rows, is_measured(self._order)), join_steps=1)  # as when all is sent
-        plans = planned(self._order, setting, rows_alone, self._needs_all)
+        plans = planned(self._order, setting, rows_alone, self._needs_all or self._is_stale)
+        if self._is_stale:
+            plans = {each._replace(pushes=Phase(), late=each.pushes): part for each, part in plans.items()}
         # What the steps between two joins take does not depend on the order: trials of few steps would tell nothing.
-        return plans if self._synchrony is None else dict([*plans.items()][:1])
+        return dict([*plans.items()][:1]) if isinstance(self._synchrony, LocalSGD) else plans

@@ -187,12 +187,12 @@ class StepRunner(Stepwise):
         self._rows.forget()
 
     def _count(self, settings: RunSettings) -> None:
-        counts = {late: settings.updates for late in (False, True)}
-        for group in self._weights[0].groups:
-            counts[self.plan.are_late(group.numbers)] = int(count_of(group.optimizer).numpy())
-        self._steps_done = counts[False] - settings.updates
+        self._waiting = self._step is not None and self._step.waits
+        groups = [group for group in self._weights[0].groups if group.numbers] or self._weights[0].groups
+        group = next((each for each in groups if not self.plan.are_late(each.numbers)), groups[0])
+        waiting = self._waiting and self.plan.are_late(group.numbers)
+        self._steps_done = int(count_of(group.optimizer).numpy()) - settings.updates + waiting
         self._apart = self._outer is not None and self._outer.is_apart
-        self._waiting = self._step is not None and self._step.is_late and counts[True] < counts[False]
 
     def _load(self, settings: RunSettings) -> None:
         for weights in self._weights:

@@ -19,7 +19,7 @@ from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.synchrony import (
     Gossip,
-    LocalSGD,
+    Synchrony,
     check_synchrony,
     check_together,
     check_topology,
@@ -304,7 +304,8 @@ class AllReduce(TransferOptions):
             ``pipetrain.TopK(share=0.001)``. Every device sends its own gradients to all that need them.
         synchrony: ``synchronous``; or ``local``, ``"local:32"``, ``pipetrain.LocalSGD(steps=32)``: each worker updates
             weights of its own, and after so many steps all go on from one. What is sent then, and what is compressed,
-            is by how much these differ from the weights before.
+            is by how much these differ from the weights before. Or ``stale``, ``"stale:1"``: gradients are sent and
+            applied while the next step computes.
         topology: ``direct``, where each worker sends to all others; ``ring``, where it sends to the next one alone, of
             which sums are made part by part; or ``gossip``, ``"gossip:torus"``, ``pipetrain.Gossip(graph=...)``: each
             worker has weights of its own, which it averages with its neighbours' after every step, or after every so
@@ -312,11 +313,12 @@ class AllReduce(TransferOptions):
     """
 
     name: ClassVar[str] = "all-reduce"
-    synchrony: str | LocalSGD | None = field(
+    synchrony: str | Synchrony | None = field(
         default=None,
         metadata=described(
-            "when workers join their weights: synchronous, in every step; or local:STEPS, after so many of their own",
-            metavar="NAME[:STEPS]",
+            "when workers join their weights: synchronous, in every step; local:STEPS, after so many of their own; or "
+            "stale:1, while the next step computes",
+            metavar="NAME[:NUMBER]",
             by_default="synchronous",
         ),
     )
@@ -347,16 +349,26 @@ class ParameterServer(TransferOptions):
         compression: as that of ``AllReduce``; weights come back as they are.
         servers: on how many of the devices the weights and the optimizer's slots are, each layer's on one of them, so
             that each has about as many bytes; None: on all.
+        synchrony: ``synchronous``; or ``stale``, as that of ``AllReduce``.
     """
 
     name: ClassVar[str] = SERVING
     servers: int | None = field(
         default=None, metadata=described("on how many of the devices the weights are", metavar="N", by_default="all")
     )
+    synchrony: str | Synchrony | None = field(
+        default=None,
+        metadata=described(
+            "when gradients are applied: synchronous, in their own step; or stale:1, while the next one computes",
+            metavar="NAME[:NUMBER]",
+            by_default="synchronous",
+        ),
+    )
 
     def _check(self) -> None:
         super()._check()
         check_servers(self.servers, self.name)
+        check_synchrony(self.synchrony, self.name)
 
 
 @dataclass(frozen=True, repr=False)
@@ -489,8 +501,10 @@ def policy_of(scheme: AnyScheme) -> dict[str, Any]:
     """What of a scheme's options decides on the weights, as JSON can hold it: of ``table.scheme``, and what is sent."""
     if isinstance(scheme, TransferOptions):
         sent: dict[str, Any] = {"compression": compression_of(scheme.compression)}
+        if isinstance(scheme, AllReduce | ParameterServer):
+            sent["synchrony"] = synchrony_of(scheme.synchrony)
         if isinstance(scheme, AllReduce):
-            sent |= {"synchrony": synchrony_of(scheme.synchrony), "topology": topology_of(scheme.topology)}
+            sent["topology"] = topology_of(scheme.topology)
         return {**DEFAULT_POLICY, **{name: str(each) for name, each in sent.items() if each is not None}}
     return scheme.policy if isinstance(scheme, AsynchronousOptions) else dict(DEFAULT_POLICY)
 

@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from pipetrain.schemes.arguments import checked_count, is_count
+from pipetrain.schemes.table import TRANSFERRING
 
 SYNCHRONOUS = "synchronous"
 REDUCING = "all-reduce"
@@ -65,29 +66,79 @@ def _check(name: str, value: Any, example: float, problem: str, is_right: Any) -
         raise ValueError(f"{problem}. Received: {name}={value!r}. Try {name}={example}.")
 
 
-def synchrony_of(given: Any) -> LocalSGD | None:
-    """What a name, a name with a number of steps, or an object stands for; None where every step is joined.
+@dataclass(frozen=True)
+class Stale:
+    """``"stale"``, ``"stale:1"``: gradients are sent and applied while the next step computes.
+
+    With the gradient g of a minibatch, ``W_(t+1) = step(W_t, g_t(W_(t-1)))``: every gradient but the first one after a
+    drain has a staleness of one update, whatever arrives when, so two runs are equal. That is as stale as a bound of 1
+    lets gradients be (SSP, Ho et al. 2013), and as Pipe-SGD (Li et al. 2018, arXiv 1811.03619) has them. What is sent
+    then takes no time but what is longer than the step's computing.
+
+    Args:
+        bound: of the staleness, 0 or 1; 0 is taken for training without it.
+
+    Raises ValueError for another bound.
+    """
+
+    name: ClassVar[str] = "stale"
+    bound: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a bound that it cannot have."""
+        if checked_count("bound", self.bound, "A bound is a number of updates", 1, least=0) > 1:
+            raise ValueError(
+                "A step of all workers is one function, in which the transfers of the step before can hide, and no "
+                f"more. Received: bound={self.bound!r}. Try bound=1."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.bound}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no gradient is stale."""
+        return self.bound == 0
+
+
+Synchrony = LocalSGD | Stale
+NUMBERED: dict[str, Callable[[int | None], Synchrony]] = {  # names with a number behind a colon, or without
+    LocalSGD.name: lambda steps: LocalSGD() if steps is None else LocalSGD(steps),
+    Stale.name: lambda bound: Stale() if bound is None else Stale(bound),
+}
+
+
+def synchrony_of(given: Any) -> Synchrony | None:
+    """What a name, a name with a number, or an object stands for; None where every step is joined.
 
     Raises ValueError for a name that there is not, TypeError for what is neither.
     """
-    if given is None or isinstance(given, LocalSGD):
+    if given is None or isinstance(given, Synchrony):
         return None if given is None or given.is_plain else given
     if not isinstance(given, str):
         raise TypeError(
             f"Synchrony is a name or an object. Received: synchrony={given!r}. "
-            f"Try {SYNCHRONOUS!r}, 'local:8', or pipetrain.LocalSGD(steps=8)."
+            f"Try {SYNCHRONOUS!r}, 'local:8', 'stale:1', or pipetrain.LocalSGD(steps=8)."
         )
-    name, _, steps = given.partition(":")
-    if name == SYNCHRONOUS and not steps:
+    name, _, number = given.partition(":")
+    if name == SYNCHRONOUS and not number:
         return None
-    if name != LocalSGD.name or (steps and not (steps.isascii() and steps.isdecimal())):
-        raise ValueError(f"Unknown synchrony. Received: synchrony={given!r}. Try {SYNCHRONOUS!r}, or 'local:8'.")
-    return synchrony_of(LocalSGD(**({"steps": int(steps)} if steps else {})))
+    if name not in NUMBERED or (number and not (number.isascii() and number.isdecimal())):
+        raise ValueError(
+            f"Unknown synchrony. Received: synchrony={given!r}. Try {SYNCHRONOUS!r}, 'local:8', or 'stale:1'."
+        )
+    return synchrony_of(NUMBERED[name](int(number) if number else None))
 
 
 def check_synchrony(given: Any, scheme: str) -> None:
     """Raise ValueError, TypeError for no synchrony, and for a scheme that has one alone; None is the default."""
-    if synchrony_of(given) is not None and scheme != REDUCING:
+    found = synchrony_of(given)
+    if found is not None and scheme not in TRANSFERRING:
+        raise ValueError(
+            f"Only {' and '.join(TRANSFERRING)} have this. Received: synchrony={given!r}, scheme={scheme!r}. "
+            f"Try leaving it out, or scheme={REDUCING!r}."
+        )
+    if isinstance(found, LocalSGD) and scheme != REDUCING:
         raise ValueError(
             f"Only {REDUCING} has workers with weights of their own. Received: synchrony={given!r}, scheme={scheme!r}. "
             f"Try leaving it out, or scheme={REDUCING!r}."
@@ -240,7 +291,12 @@ def check_together(topology: Any, synchrony: Any, compression: Any) -> None:
             f"{why}. Received: topology={topology!r}, compression={compression!r}. Try topology={DIRECT!r}, or no "
             "compression."
         )
-    if isinstance(found, Gossip) and joined is not None and (joined.rate, joined.momentum) != (1, 0):
+    if isinstance(found, Gossip) and isinstance(joined, Stale):
+        raise ValueError(
+            "Neighbours average the weights of this step. Received: "
+            f"topology={topology!r}, synchrony={synchrony!r}. Try topology={DIRECT!r}, or synchrony='local:8'."
+        )
+    if isinstance(found, Gossip) and isinstance(joined, LocalSGD) and (joined.rate, joined.momentum) != (1, 0):
         raise ValueError(
             f"Neighbours have no weights in common that an outer step starts from. Received: topology={topology!r}, "
             f"synchrony={synchrony!r}. Try synchrony='{LocalSGD.name}:{joined.steps}'."

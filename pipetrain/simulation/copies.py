@@ -18,7 +18,7 @@ from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, TransferOptions, name_of
-from pipetrain.schemes.synchrony import Gossip, synchrony_of
+from pipetrain.schemes.synchrony import Gossip, LocalSGD, Stale, synchrony_of
 from pipetrain.schemes.table import CODED, DATA_PARALLEL, GRID, SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import ONE_BY_ONE, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Phase, Plan, Workload
@@ -85,7 +85,9 @@ class Copies:
         servers = scheme.servers if isinstance(scheme, ParameterServer) else None
         named = order if isinstance(order, str) else None
         compression = compression_of(scheme.compression) if isinstance(scheme, TransferOptions) else None
-        synchrony, topology = (scheme.synchrony, scheme.topology) if isinstance(scheme, AllReduce) else (None, None)
+        synchrony = scheme.synchrony if isinstance(scheme, AllReduce | ParameterServer) else None
+        topology = scheme.topology if isinstance(scheme, AllReduce) else None
+        joined = synchrony_of(synchrony)
         way = servers, compression, synchrony, topology
         setting = setting_of(self._profile, name, self._devices, self._cluster, *way)
         plan, workload, step_s = _estimated(setting, named)
@@ -94,8 +96,10 @@ class Copies:
         kept = 0 if compression is None else int(compression.error_feedback) + 1
         if isinstance(setting.topology, Gossip):  # the worker's own, and those that arrive
             kept += 2
-        elif (joined := synchrony_of(synchrony)) is not None:  # the weights before, the momentum, how far they moved
+        elif isinstance(joined, LocalSGD):  # the weights before, the momentum, how far they moved
             kept += 2 + bool(joined.momentum)
+        elif isinstance(joined, Stale):  # the gradients that wait, and the weights that the forward reads
+            kept += 2
         if name != SERVING:  # what comes from other processes is added beside the device's own gradients
             return self._way(scheme, step_s, -int((kept + (not self._shares_memory)) * weights_bytes))
         elsewhere_bytes = self._training.slots * (weights_bytes - own_bytes)

@@ -45,6 +45,7 @@ class Setting:
             of the steps between are left out. 1: of every step.
         topology: of workers that sum gradients: ``RING``, or ``Gossip``, whose workers send weights to their
             neighbours alone; None: each sends to all others.
+        is_stale: whether gradients are sent and applied while the next step computes, by the weights before.
 
     Raises ValueError for counts below 1, more servers than workers, and times and sizes that are negative or infinite.
     """
@@ -62,6 +63,7 @@ class Setting:
     gradient_bytes: tuple[int, ...] | None = None
     join_steps: int = 1
     topology: Gossip | str | None = None
+    is_stale: bool = False
 
     def __post_init__(self) -> None:
         for name in ("workers", "servers", "join_steps"):
@@ -128,7 +130,10 @@ def programs_of(setting: Setting, plan: Plan, steps: int) -> list[StepProgram]:
     made: dict[tuple[bool, bool, bool], StepProgram] = {}
     programs = []
     for step in range(steps):
-        has_late, has_next = step > 0 and bool(plan.late.packs), step + 1 < steps and setting.input_bytes > 0
+        has_late, has_next = (
+            step > 0 and (setting.is_stale or bool(plan.late.packs)),
+            step + 1 < steps and setting.input_bytes > 0,
+        )
         key = has_late, has_next, (step + 1) % setting.join_steps == 0
         if key not in made:
             made[key] = _ExchangeStep(setting, plan if key[2] else ALONE, has_late, has_next).program
@@ -174,7 +179,12 @@ class _ExchangeStep:
             there = self.program.add(Join(), self._weights)
             for worker in self._workers[1:]:
                 self.program.add(_rows_for(setting, worker), [there])
-        self._compute(self._pushes(len(late.packs)))
+        if setting.is_stale:
+            for sums in self._pushes(0) if has_late else ():
+                sums.offer_all()
+            self._compute([])
+        else:
+            self._compute(self._pushes(len(late.packs)))
 
     def _pull(self) -> None:
         """Every server sends its part of each pack to every worker, to each in the phase's order, itself first."""
@@ -206,8 +216,7 @@ class _ExchangeStep:
         for place, pack in enumerate(phase.packs):
             for sink in self._workers:
                 self._bring(sink, pack, sums.update(place, Task(sink, "F", self._update_s(pack))), [])
-            for worker in self._workers:
-                sums.offer(place, worker, [])
+        sums.offer_all()
 
     def _pushes(self, before: int) -> list[_GradientSums]:
         """The sums of each server's gradients, or of all devices', with the updates, and what is then returned."""
@@ -352,6 +361,12 @@ class _GradientSums:
             if not self._scatters:
                 self._came[place][sink].append(sent)
 
+    def offer_all(self) -> None:
+        """All workers have all gradients when the step begins."""
+        for place in range(len(self.phase.packs)):
+            for worker in self._workers:
+                self.offer(place, worker, [])
+
     def _send(self, place: int, source: int, sink: int, behind: int | None, awaits: Sequence[int]) -> int:
         pushed_bytes = self._setting.pushed_bytes(self.phase.packs[place])
         size_bytes = pushed_bytes / (len(self._sinks) if self._scatters or self._is_ring else 1)
@@ -361,7 +376,7 @@ class _GradientSums:
 
 def beginning_with(device: int, others: range) -> list[int]:
     """The others, beginning with this device's place: so that not all send to the same one first."""
-    first = device % len(others)
+    first = device % max(len(others), 1)
     return [*others[first:], *others[:first]]
 
 

@@ -9,7 +9,16 @@ from typing import Any
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.compression import FLOAT_BYTES, Compression, compression_of
-from pipetrain.schemes.synchrony import RING, Gossip, LocalSGD, check_together, synchrony_of, topology_of
+from pipetrain.schemes.synchrony import (
+    RING,
+    Gossip,
+    LocalSGD,
+    Stale,
+    Synchrony,
+    check_together,
+    synchrony_of,
+    topology_of,
+)
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, ORDERS, check_order, check_servers, orders
 from pipetrain.schemes.transfers.plan import Layer, Message, Plan, Workload
@@ -31,7 +40,7 @@ def simulate_order(
     minibatches: int = STEPS,
     servers: int | None = None,
     compression: str | Compression | None = None,
-    synchrony: str | LocalSGD | None = None,
+    synchrony: str | Synchrony | None = None,
     topology: str | Gossip | None = None,
     **options: Any,
 ) -> Trace:
@@ -53,7 +62,7 @@ def simulate_order(
             TensorFlow's threads work.
         compression: of gradients; a block's are taken for one matrix, as near to a square as can be, and what encoding
             them takes is left out.
-        synchrony: of ``all-reduce``: how often weights are joined.
+        synchrony: how often weights are joined, or when gradients are applied.
         topology: of ``all-reduce``: who sends to whom.
         options: of ``simulate_plan``.
 
@@ -80,7 +89,7 @@ def setting_of(
     cluster: Cluster,
     servers: int | None = None,
     compression: str | Compression | None = None,
-    synchrony: str | LocalSGD | None = None,
+    synchrony: str | Synchrony | None = None,
     topology: str | Gossip | None = None,
 ) -> Setting:
     """Such workers. Raises ValueError for more of them than rows."""
@@ -108,9 +117,10 @@ def setting_of(
         servers or workers,
         whole=not shares,
         gradient_bytes=gradient_bytes,
-        at_once=joining is not None or isinstance(sends, Gossip),
-        join_steps=joining.steps if joining else 1,
+        at_once=isinstance(joining, LocalSGD) or isinstance(sends, Gossip),
+        join_steps=joining.steps if isinstance(joining, LocalSGD) else 1,
         topology=sends,
+        is_stale=isinstance(joining, Stale),
     )
 
 

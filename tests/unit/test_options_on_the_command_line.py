@@ -24,7 +24,7 @@ GIVEN = {  # what is written, and what it means
     "chunks": ("3", 3),
     "order": ("tic", "tic"),
     "compression": ("top-k:0.1", "top-k:0.1"),
-    "synchrony": ("local:4", "local:4"),
+    "synchrony": ("stale:1", "stale:1"),
     "topology": ("gossip:torus", "gossip:torus"),
     "servers": ("2", 2),
     "children": ("4", 4),

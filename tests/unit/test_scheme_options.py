@@ -33,7 +33,7 @@ VALUES = {
     "chunks": 3,
     "order": "tic",
     "compression": "top-k:0.1",
-    "synchrony": "local:4",
+    "synchrony": "stale:1",
     "topology": "gossip:torus",
     "servers": 2,
     "children": 4,

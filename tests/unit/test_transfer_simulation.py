@@ -474,6 +474,29 @@ def test_a_gossip_sends_to_neighbours_alone(graph, workload, steps):
     assert all(to in neighbours[at] for at, to in zip(sent.from_replica, sent.to_replica, strict=True))
 
 
+@pytest.mark.parametrize("serves", [False, True])
+@given(workload=workloads())
+def test_stale_gradients_are_sent_while_the_next_step_computes(serves, workload):
+    """As many bytes, but for those of the last step; no step of an all-reduce takes longer."""
+    setting = set_up(workload, 3, serves=serves)
+    stale, plan = replace(setting, is_stale=True), ORDERS["layerwise"](workload, serves)
+    sent = [simulate_plan(each, plan, 3).transfers for each in (setting, stale)]
+    whole, late = (int(each[each.op == "R"].size_bytes.sum()) for each in sent)
+    assert late == pytest.approx(whole * 2 / 3, abs=len(sent[0]))
+    # At servers that are workers too, gradients and weights that others pull share the way out of a device.
+    assert serves or mean_step_s(stale, plan) <= mean_step_s(setting, plan) * (1 + 1e-9)
+
+
+def test_a_stale_step_takes_what_takes_longer():
+    """Two workers compute for 8 s, or send for 4 or 40."""
+    for size, seconds in ((4, 8.0), (40, 40.0)):
+        workload = Workload.chain([size], [4.0], message=Message(0.0, 1.0))
+        setting = set_up(workload, 2, serves=False, is_stale=True)
+        assert simulate_plan(setting, ORDERS["none"](workload, False), 8).step_s == pytest.approx(seconds)
+        whole = simulate_plan(replace(setting, is_stale=False), ORDERS["none"](workload, False), 8)
+        assert whole.step_s == pytest.approx(8 + size)
+
+
 def test_steps_of_each_topology_take_what_they_send():
     """Four workers: a port carries 1.5 times the weights each way, in a gossip 2 or 3 times."""
     workload = Workload.chain([4000], [1.0], message=Message(0.0, 1.0))

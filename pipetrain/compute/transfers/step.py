@@ -69,6 +69,7 @@ class TransferStep:
         compressor: sums gradients that are compressed on their way, if they are.
         outer: brings the weights of workers that update their own together, if they do.
         is_ring: whether sums of all workers are made on a ring.
+        is_stale: whether workers compute with the weights from before the late gradients are applied.
     """
 
     def __init__(
@@ -83,8 +84,9 @@ class TransferStep:
         compressor: Compressor | None = None,
         outer: OwnWeights | None = None,
         is_ring: bool = False,
+        is_stale: bool = False,
     ) -> None:
-        self._is_ring = is_ring
+        self._is_ring, self._is_stale = is_ring, is_stale
         self._begun, self._returns_outputs, self._compressor, self._outer = begun, returns_outputs, compressor, outer
         self._weights, self._workers, self._serves, self._host = list(weights), list(workers), serves, host
         self._like, self._made = weights[0].gradients_like, weights[0].made
@@ -92,6 +94,8 @@ class TransferStep:
         self._plan = plan
         self._late_numbers = [n for n in plan.late_variables if n in self._like]
         self._pending = [self._zeros(worker, self._late_numbers) for worker in workers]
+        with tf.device(workers[0].device):
+            self._waits = tf.Variable(False, trainable=False)  # whether there are late gradients
         self._server = {n: group.device for group in weights[0].groups for n in group.numbers} if serves else {}
         self._returned = [self._zeros(worker, self._returned_to(worker)) for worker in workers]
         captured = self._made.captured_inputs
@@ -114,6 +118,11 @@ class TransferStep:
     def is_late(self) -> bool:
         """Whether some gradients are applied in the step after the one that made them."""
         return bool(self._late_numbers)
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of the last step wait, as far as the workers know it."""
+        return self.is_late and bool(self._waits.numpy())
 
     def __call__(
         self, rows: Sequence[Rows], pending: bool, records: bool, joins: bool = True
@@ -156,9 +165,10 @@ class TransferStep:
         self._functions[body]()
 
     def _body(self, active: Sequence[int], pending: bool, joins: bool, given: Sequence[Any]) -> StepResult:
+        pulled = self._pulled(active) if self._is_stale else []
         if pending:
             self._apply_late()
-        pulled = self._pulled(active)
+        pulled = pulled or self._pulled(active)
         self._tell_begun(active, pulled)
         made = [self._run(worker, weights, *each) for worker, weights, each in zip(active, pulled, given, strict=True)]
         for worker, each in zip(active, made, strict=True):
@@ -267,6 +277,12 @@ class TransferStep:
                 for n, variable in pending.items():
                     mine = of[number][1][n] if number in of else tf.zeros_like(variable)
                     variable.assign(tf.convert_to_tensor(mine), read_value=False)
+        if self.is_late:
+            self._set_waits(True)
+
+    def _set_waits(self, waits: bool) -> None:
+        with tf.device(self._workers[0].device):
+            self._waits.assign(waits, read_value=False)
 
     def _update_own(self, active: Sequence[int], made: Sequence[Made], shares: Sequence[Shares]) -> None:
         """Update each worker's weights by its own gradients: as if its rows were the minibatch."""
@@ -295,6 +311,7 @@ class TransferStep:
         )
 
     def _apply_late(self) -> None:
+        self._set_waits(False)
         gradients = []
         for worker, pending in zip(self._workers, self._pending, strict=True):
             with tf.device(worker.device):
@@ -306,18 +323,19 @@ class TransferStep:
     ) -> None:
         kind: What = "late" if late else "push"
         reduce = partial(self._reduced, workers=workers, late=late)
-        if self._serves:
-            (weights,) = self._weights
-            of = {
-                device: reduce(Order(each, kind, self._record), gradients, [device], self._like)[0]
-                for device, each in self._by_server(phase)
-            }
-            weights.apply(weights.groups, lambda group: of[group.device])
-            return
         like = self._like
         if late:
             variables = specs(self._weights[0].variables)
             like = {n: variables[n] for n in self._late_numbers}
+        if self._serves:
+            (weights,) = self._weights
+            of = {
+                device: reduce(Order(each, kind, self._record), gradients, [device], like)[0]
+                for device, each in self._by_server(phase)
+            }
+            groups = [each for each in weights.groups if self._plan.are_late(each.numbers) == late]
+            weights.apply(groups, lambda group: of[group.device])
+            return
         order = Order(phase, kind, self._record)
         sums = reduce(order, gradients, [worker.device for worker in self._workers], like)
         for weights, mine in zip(self._weights, sums, strict=True):
