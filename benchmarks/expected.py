@@ -90,8 +90,7 @@ class Expected:
     def __init__(
         self, model: keras.Model, network: Network, partitions: Mapping[str, Partition], devices: Sequence[str]
     ) -> None:
-        from pipetrain.compute.graph.blocks import Chain
-        from pipetrain.compute.graph.cuts import cut_points
+        from pipetrain.compute.graph.blocks import Chain, cut_points
         from pipetrain.frontend.layout import described
 
         self._model, self._network, self._partitions = model, network, dict(partitions)

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 import pipetrain
 from pipetrain.callbacks import PipelineCheckpoint
+from pipetrain.checkpoint.replication import Replication
 from pipetrain.checkpoint.store import Store
+from pipetrain.cluster import host_memory, server
 from pipetrain.cluster.server import Serving, serve
 from pipetrain.cluster.supervision import LOST
 from pipetrain.schemes.options import with_options
@@ -32,6 +34,7 @@ import numpy as np  # isort: skip
 FEATURES, CLASSES, WIDTH, LAYERS = 12, 5, 32, 4
 BATCH, STEPS, EPOCHS = 12, 30, 2
 EVERY = 3  # steps, from one checkpoint to the next
+SELDOM = 12  # the same of those on the disk where the state of every call is in memory
 STEP_S = 0.004  # that a step takes at least
 STRETCH_S = 0.00002  # longer between two calls of functions where writing or reading is stretched
 PARENT_DIES = 1  # Linux' PR_SET_PDEATHSIG
@@ -41,7 +44,8 @@ class Way(NamedTuple):
     """How a run is trained: a scheme, its options, and on so many devices, or so many worker processes.
 
     ``drains``: whether checkpoints take a drain, so that a run has the weights of one with as many checkpoints.
-    ``momentum``: whether the optimizer is SGD with momentum, else Adam.
+    ``momentum``: whether the optimizer is SGD with momentum, else Adam. ``memory``: whether every call's state goes to
+    the memory of hosts, of which each worker is one and the controller another.
     """
 
     scheme: str
@@ -51,6 +55,7 @@ class Way(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012  # nobody changes it
     drains: bool = False
     momentum: bool = False
+    memory: bool = False
 
     @property
     def is_pipeline(self) -> bool:
@@ -80,6 +85,13 @@ WAYS: dict[str, Way] = {
     "1f1b, workers": Way("1f1b", 2, workers=2, options={"microbatches": 2}),
     **{f"{name}, workers": Way(name, workers=2) for name in ("all-reduce", "parameter-server")},
     "grid, workers": Way("grid", workers=2, options={"grid": (2, 1)}),
+    "all-reduce, int8": Way("all-reduce", options={"compression": "int8"}),
+    "all-reduce, top-k": Way("all-reduce", options={"compression": "top-k:0.1"}),
+    "all-reduce, local": Way("all-reduce", options={"synchrony": "local:4"}),
+    "spectrain, memory": Way("spectrain", workers=2, memory=True),
+    "1f1b, memory": Way("1f1b", workers=2, options={"microbatches": 2}, memory=True),
+    "all-reduce, memory": Way("all-reduce", workers=2, memory=True),
+    "parameter-server, memory": Way("parameter-server", workers=2, memory=True),
 }
 
 
@@ -95,7 +107,11 @@ def made(way: Way, devices: Sequence[str]) -> Any:
             layers.append(keras.layers.Dropout(0.2, seed=1, name="dropout"))
     model = keras.Sequential([*layers, keras.layers.Dense(CLASSES, name=f"d{LAYERS - 1}")])
     options = dict(way.options)
-    own = {name: options.pop(name) for name in ("horizon", "children", "grid") if name in options}
+    own = {
+        name: options.pop(name)
+        for name in ("horizon", "children", "grid", "compression", "synchrony")
+        if name in options
+    }
     if way.is_pipeline and way.stages > 1:
         options["cuts"] = [f"d{LAYERS * (n + 1) // way.stages - 1}" for n in range(way.stages - 1)]
     if not way.workers and way.scheme != "single":
@@ -119,13 +135,15 @@ class Life(NamedTuple):
     """What a process is to do: train in this way with checkpoints in a folder, none if it is None.
 
     ``stretched``: whether writing and reading take longer, so that kills at random moments come between any two calls
-    of functions in them. ``workers`` are the addresses of those that the way has.
+    of functions in them. ``workers`` are the addresses of those that the way has. ``memory`` is the folder that stands
+    for the memory of the controller's host, if the way has that.
     """
 
     way: Way
     folder: Path | None
     stretched: bool = False
     workers: tuple[str, ...] = ()
+    memory: Path | None = None
 
 
 def train(life: Life, say: Callable[..., None]) -> None:
@@ -144,7 +162,14 @@ def train(life: Life, say: Callable[..., None]) -> None:
     if life.folder is not None:
         _tell(Store, "write", "writing", say, life.stretched)
         _tell(Store, "newest", "reading", say, life.stretched)
-        checkpoint = PipelineCheckpoint(life.folder, every_steps=EVERY)
+        how: dict[str, Any] = {"every_steps": EVERY}
+        if life.memory is not None:
+            life.memory.mkdir(parents=True, exist_ok=True)
+            host_memory.MEMORY = life.memory
+            how = {"every_steps": SELDOM, "replicate": "memory"}
+            _tell(Replication, "write", "replicating", say, life.stretched)
+            _tell(Replication, "enlist", "listing", say, life.stretched)
+        checkpoint = PipelineCheckpoint(life.folder, **how)
         resumed = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: say("resumed", checkpoint.resumed_at or 0))
         callbacks += [checkpoint, resumed]
     x, y = data()
@@ -156,14 +181,15 @@ def train(life: Life, say: Callable[..., None]) -> None:
 
 
 def _tell(owner: type, name: str, event: str, say: Callable[..., None], stretched: bool) -> None:
-    """Let a method tell of its beginning and its end, and of its first argument."""
+    """Let a method tell of its beginning and its end, and of the step that its first argument is, or has."""
     method = getattr(owner, name)
 
     def telling(self: Any, *given: Any, **named: Any) -> Any:
-        say(event, *given[:1])
+        step = [getattr(each, "step", each) for each in given[:1]]
+        say(event, *step)
         with _slowly() if stretched else _as_it_is():
             found = method(self, *given, **named)
-        say(f"{event} over", *given[:1])
+        say(f"{event} over", *step)
         return found
 
     setattr(owner, name, telling)
@@ -230,6 +256,9 @@ def lives(life: Life, sink: int) -> None:
     train(life, say)
 
 
-def works(port: int, core: int, sink: int) -> None:
-    """The body of a worker, which writes its address there."""
+def works(port: int, core: int, memory: Path | None, sink: int) -> None:
+    """The body of a worker, which writes its address there; with a folder for its memory it is a host by itself."""
+    if memory is not None:
+        memory.mkdir(parents=True, exist_ok=True)
+        host_memory.MEMORY, server._host = memory, lambda: memory.name
     serve(Serving(port=port, cores=[core], announce=sink))

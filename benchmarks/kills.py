@@ -1,10 +1,10 @@
 """Kill training with ``kill -9`` at random moments, over all schemes: does it end as if nobody had?
 
 A run is one way to train a small network, with checkpoints at every third step. Its controller, or one of its workers,
-is killed five times: at the start, in a step, while a checkpoint is written, while one is read, and again before
-anything new was saved. Each time it is run again, until it ends. Its weights, the optimizer's slots and its last
-epoch's loss must then be, to the bit, those of a run that nobody disturbed. That one has no checkpoints, but where
-each of them takes a drain.
+is killed five times: at the start, in a step, while a checkpoint is written, while one is read, while state goes to the
+memory of hosts (which a worker that is killed may take with it), and again before anything new was saved. Each time it
+is run again, until it ends. Its weights, the optimizer's slots and its last epoch's loss must then be, to the bit,
+those of a run that nobody disturbed. That one has no checkpoints, but where each of them takes a drain.
 
 Every run is a line of the output, so that this can be stopped and gone on with. The exit status is 1 if a run ended
 with something else, went on from a step that nobody had seen, or did not end; the command that repeats such a run is
@@ -49,10 +49,15 @@ from pipetrain.cluster.supervision import LOST  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 
 MOMENTS = ("start", "step", "write", "read", "again")  # the last: before anything new was saved
+OF_MEMORY = "replicate"  # the moment beside them of ways that have every call's state in memory
+HOST_IS_LOST = 0.5  # how likely a killed worker's memory is lost with it
 KILLS_OF_RUN = 5
 LIFE_S = 150.0  # in which a training process ends, or has lost a worker
-PLACES = {"write": ("writing", 0.15), "read": ("reading", 0.1)}  # what begins, and how long it takes at most
-
+PLACES = {  # what begins, and how long it takes at most
+    "write": ("writing", 0.15),
+    "read": ("reading", 0.1),
+    OF_MEMORY: ("replicating", 0.05),
+}
 
 UNWRITTEN = "could not be written"  # of a checkpoint
 
@@ -99,8 +104,8 @@ class Lived(NamedTuple):
 class Cluster:
     """The workers of a run, which are started anew at their addresses."""
 
-    def __init__(self, count: int, log: Path) -> None:
-        self._log = log
+    def __init__(self, count: int, log: Path, memory: Path | None) -> None:
+        self._log, self._memory = log, memory
         self.pids = [0] * count
         self.ports = [0] * count
         for n in range(count):
@@ -113,12 +118,16 @@ class Cluster:
 
     def _started(self, n: int) -> int:
         cores = sorted(os.sched_getaffinity(0))
-        self.pids[n], source = forked(partial(works, self.ports[n], cores[n % len(cores)]), self._log)
+        self.pids[n], source = forked(partial(works, self.ports[n], cores[n % len(cores)], self.memory(n)), self._log)
         with os.fdopen(source) as announced:
             address = announced.readline()
         if not address:
             raise Failed(f"worker {n} did not start")
         return int(address.rpartition(":")[2])
+
+    def memory(self, n: int) -> Path | None:
+        """The folder that stands for the memory of a worker's host."""
+        return self._memory and self._memory / f"host-{n}"
 
     def kill(self, n: int) -> None:
         """With ``kill -9``."""
@@ -205,13 +214,42 @@ def _went_on(found: Lived, killed: list[dict[str, Any]], done: int, saved: int) 
     return resumed + len(steps)
 
 
+class Kept:
+    """From which step a life goes on at least: what is on the disk, and in the memory of hosts until both have lost it.
+
+    ``lost`` are the hosts whose memory has been lost since a state was last there.
+    """
+
+    def __init__(self) -> None:
+        self._on_disk = self._in_memory = 0
+        self.lost: set[int] = set()
+
+    @property
+    def step(self) -> int:
+        """The newest that there is."""
+        return max(self._on_disk, self._in_memory)
+
+    def learn(self, found: Lived) -> None:
+        """Of a life."""
+        self._on_disk = found.last("writing over") or self._on_disk
+        listed = found.last("listing over")
+        if listed is not None:
+            self._in_memory, self.lost = listed, set()
+
+    def lose(self, host: int) -> None:
+        """The memory of a host is lost."""
+        self.lost.add(host)
+        if len(self.lost) > 1:
+            self._in_memory = 0
+
+
 class Trial:
     """Runs of one way, beside the undisturbed one."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name, self._way, self._folder = name, WAYS[name], folder
         folder.mkdir(parents=True)
-        self._log = folder / "log.txt"
+        self._log, self._memory = folder / "log.txt", folder / "memory"
         self._whole: Lived | None = None
         self._takes_s: dict[str, float] = {}  # until an event, in the fastest of all lives
 
@@ -233,7 +271,7 @@ class Trial:
     def _cluster(self, ends: ExitStack) -> Cluster | None:
         if not self._way.workers:
             return None
-        cluster = Cluster(self._way.workers, self._log)
+        cluster = Cluster(self._way.workers, self._log, self._memory if self._way.memory else None)
         ends.callback(cluster.end)
         return cluster
 
@@ -254,38 +292,44 @@ class Trial:
         except Failed as error:
             record |= {"why": str(error), "told": self._told()[-2000:]}
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            for each in (folder, self._memory):
+                shutil.rmtree(each, ignore_errors=True)
         return record | {"took_s": round(time.monotonic() - begun_s, 1)}
 
     def _go_through(
         self, record: dict[str, Any], chance: random.Random, folder: Path, cluster: Cluster | None, kills: int
     ) -> None:
-        done, saved = 0, 0  # the last step that callbacks have seen, and the last of which there is a checkpoint
+        done, kept = 0, Kept()  # the last step that callbacks have seen, and that from which a life goes on at least
         killed: list[dict[str, Any]] = record["kills"]
         for count in range(kills + 1):
-            plan = self._planned(chance, saved > 0) if count < kills else None
+            plan = self._planned(chance, kept.step > 0) if count < kills else None
             stretched = plan is not None and plan.moment in PLACES
-            life = Life(self._way, folder, stretched, cluster.addresses if cluster else ())
+            memory = self._memory / "controller" if self._way.memory else None
+            life = Life(self._way, folder, stretched, cluster.addresses if cluster else (), memory)
             told = len(self._told())
             found = lived(life, plan, cluster, self._log)
             self._learn(found)
             is_alone = plan is None or plan.victim < 0  # else what a worker has cannot be had
             if is_alone and UNWRITTEN in self._told()[told:]:
                 raise Failed(f"a training process told: {UNWRITTEN}")
-            done, before = _went_on(found, killed, done, saved), saved
-            saved = found.last("writing over") or saved
+            done, before = _went_on(found, killed, done, kept.step), kept.step
+            kept.learn(found)
             if not found.killed:
                 return self._compare(found)
             expected = -signal.SIGKILL if plan and plan.victim < 0 else LOST
             if found.status != expected and not (expected == LOST and found.place == "start" and found.status == 1):
                 raise Failed(f"the training process ended with status {found.status} after {plan}, in {found.place}")
+            if cluster and plan and plan.victim >= 0 and self._way.memory and chance.random() < HOST_IS_LOST:
+                shutil.rmtree(cluster.memory(plan.victim) or "", ignore_errors=True)
+                kept.lose(plan.victim)
             if cluster:
                 cluster.renew()
             killed.append(
                 {
                     "moment": found.place,
                     "victim": "controller" if plan and plan.victim < 0 else "worker",
-                    "again": bool(killed) and saved == before,
+                    "again": bool(killed) and kept.step == before,
+                    "hosts_lost": len(kept.lost),
                     "step": done,
                     "resumed": None,
                 }
@@ -300,6 +344,7 @@ class Trial:
     def _planned(self, chance: random.Random, saves: bool) -> Plan:
         """The next kill. Times are those of the fastest life: a slower machine would let others end before it."""
         can = [each for each in MOMENTS if saves or each not in ("read", "again")]
+        can += [OF_MEMORY] * 2 * self._way.memory
         moment = chance.choice(can)
         victim = chance.randrange(-1, self._way.workers)
         first_s = self._takes_s["step"]
@@ -310,9 +355,14 @@ class Trial:
         if moment == "step":
             return Plan(moment, "step", chance.randrange(1, 3 * EVERY), chance.uniform(0, 2 * STEP_S), victim)
         event, takes_s = PLACES[moment]
-        return Plan(
-            moment, event, 1 if moment == "read" else chance.randrange(1, 4), chance.uniform(0, takes_s), victim
+        most = (
+            1
+            if moment == "read" or (moment == "write" and self._way.memory)
+            else 3 * EVERY
+            if moment == OF_MEMORY
+            else 3
         )
+        return Plan(moment, event, chance.randrange(1, most + 1), chance.uniform(0, takes_s), victim)
 
     def _compare(self, found: Lived) -> None:
         if found.status:
@@ -347,12 +397,16 @@ def summary(found: Sequence[dict[str, Any]]) -> str:
     moments: list[tuple[str, ...]] = []
     for victim in ("controller", "worker"):
         for moment, text in (("start", "at the start"), ("step", "in a step"), ("write", "while writing"),
-                             ("read", "while reading")):  # fmt: skip
+                             ("read", "while reading"), (OF_MEMORY, "while replicating")):  # fmt: skip
             those = [each for each in kills if each["moment"] == moment and each["victim"] == victim]
             if those:
                 moments.append((f"{victim}, {text}", *_counts(those)))
-    twice = [each for each in kills if each["again"]]
-    moments.append(("twice in a row, nothing saved between", *_counts(twice)))
+    for text, those in (
+        ("twice in a row, nothing saved between", [each for each in kills if each["again"]]),
+        ("with the memory of a host", [each for each in kills if each.get("hosts_lost") == 1]),
+        ("with the memory of both hosts", [each for each in kills if each.get("hosts_lost") == 2]),
+    ):
+        moments.append((text, *_counts(those)))
     return "\n\n".join(
         (
             text_table(("way", *head, "runs equal"), [*sorted(rows), total]),

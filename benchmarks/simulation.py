@@ -89,8 +89,7 @@ def work(job: Job) -> Iterator[Rates | None]:
     import keras
 
     import pipetrain
-    from pipetrain.compute.graph.blocks import Chain
-    from pipetrain.compute.graph.cuts import cut_points
+    from pipetrain.compute.graph.blocks import Chain, cut_points
     from pipetrain.frontend.layout import available, described
     from pipetrain.plan.memory import Training
     from pipetrain.plan.partition import partition, plan

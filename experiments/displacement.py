@@ -10,7 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
-from pipetrain.schemes.prediction import predict
+from pipetrain.schemes.policies import predict
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def measure(processes: int, widths: Sequence[int], options: argparse.Namespace) 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     import pipetrain
     from pipetrain.cluster.bandwidth import message_work
-    from pipetrain.compute.profiling.slices import with_slices
+    from pipetrain.compute.profiling.profiler import with_slices
     from pipetrain.frontend.layout import described
 
     with pipetrain.LocalWorkers(processes) as workers:

@@ -35,7 +35,7 @@ from experiments.policies import POLICIES  # noqa: E402
 from pipetrain.cli.arguments import Folded, count  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
-from pipetrain.schemes.prediction import stretched  # noqa: E402
+from pipetrain.schemes.policies import stretched  # noqa: E402
 from pipetrain.schemes.scheme import Scheme  # noqa: E402
 
 STAGES = (1, 2, 4, 8, 16, 32)

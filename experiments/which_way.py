@@ -31,7 +31,7 @@ from pipetrain.plan.choice import BASELINE, Choice, Way  # noqa: E402
 from pipetrain.plan.cluster import PCIE_3, Cluster, Level, Link  # noqa: E402
 from pipetrain.plan.profile import Profile  # noqa: E402
 from pipetrain.plan.roofline import TESLA_P40, roofline  # noqa: E402
-from pipetrain.simulation.action_costs import THREAD_ACTION_S  # noqa: E402
+from pipetrain.simulation.costs import THREAD_ACTION_S  # noqa: E402
 from pipetrain.simulation.every_way import choose  # noqa: E402
 
 ON_HOST, DEVICES, GBIT_PER_S = 4, (4, 8, 64), (10, 100)

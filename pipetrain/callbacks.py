@@ -16,13 +16,12 @@ from typing import Any
 
 import keras
 
+from pipetrain.checkpoint.bundles import Sharding
 from pipetrain.checkpoint.directory_lock import DirectoryLock
-from pipetrain.checkpoint.pace import Pace
 from pipetrain.checkpoint.replication import Replication, way_in_memory
-from pipetrain.checkpoint.sharding import Sharding
 from pipetrain.checkpoint.state import Position, RunState, array_of, as_arrays, not_finite, recall, remembered
 from pipetrain.checkpoint.store import Checkpoint, Store
-from pipetrain.checkpoint.writer import Writing
+from pipetrain.checkpoint.writer import Pace, Writing
 from pipetrain.compute.keras_private import count_of
 from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.status_page import StatusPage as StatusPage
@@ -112,8 +111,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         failures_every_s: the mean time between failures in seconds, if it is known: with ``every_steps="auto"``
             checkpoints are then made at Young's interval, ``sqrt(2 * cost of one * failures_every_s)``.
         replicate: "memory" for the state after every call of functions in the memory of workers' hosts, of each worker
-            on its own host and on another one: a run that has lost a host then repeats at most one call. None for
-            checkpoints on the disk alone.
+            on its own host and on another one: a run that has lost a host then repeats at most one call. "memory:K" for
+            that of every K minibatches, "memory:auto" as often as it takes at most 2% of the time. None for checkpoints
+            on the disk alone.
 
     Raises:
         ValueError: at the start of ``fit``: the checkpoints are another model's or several runs', or the newest cannot
@@ -193,7 +193,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._never_finite = {str(n) for n, each in variables if not_finite({f"weight/{n}": array_of(each)})}
         self._told_of_spoiled = False
         self._logs: dict[str, float] = {}
-        self._pace, self._stood_s = Pace(self._failures_every_s), 0.0
+        self._pace, self._stood_s, self._sharded_s = Pace(self._failures_every_s), 0.0, 0.0
         self._sharding = Sharding(self._store.directory)
         found = on_disk = self._newest(self.model.is_verbose)
         self._begin_replicating()
@@ -227,6 +227,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         """Make a checkpoint if it is time: all callbacks have seen the step before."""
         if self._writing is not None and self._writing.is_over:
             self._end_writing()
+        if self._replicating is not None and self._replicating.is_over:
+            self._end_replicating()
         self._save_if_due()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -237,7 +239,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         self._finite = math.isfinite(self._logs.get("loss", 0.0))
         self._due = self._finite and self._session.has_state and self._is_time()
         if self._replication is not None and self._replication.has_neighbours:
-            self._replica_is_due = self._finite and self._updates >= self._replication.due_at
+            self._replica_is_due = self._finite and self._replication.is_due(self._updates)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The next epoch begins with the first minibatch, unless this one was stopped within."""
@@ -334,7 +336,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
 
     def _write(self, step: int, values: dict[str, Any], about: dict[str, Any]) -> bool:
         """In a thread: write the file; whether that was to be done, because all weights are finite."""
+        begun_s = time.perf_counter()
         written = self._sharding.write(step, values)
+        self._sharded_s = time.perf_counter() - begun_s if written.shards else 0.0  # on workers, as far as is known
         try:
             arrays = as_arrays(written.left)
             is_finite = not self._spoiled(not_finite(arrays) | written.not_finite)
@@ -352,7 +356,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         return True
 
     def _begin_replicating(self) -> None:
-        self._replication = None if self._replicate is None else Replication(self._store)
+        self._replication = None if self._replicate is None else Replication(self._store, self._replicate)
         self._replicating: Writing | None = None
         self._replica_is_due = self._told_of_replicas = False
         if self._replication is not None and not self._replication.has_neighbours:
@@ -367,16 +371,17 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         if self._session.drains:
             raise ValueError(
                 "To have the state would change this training: threads alone know what is in flight, or workers would "
-                f"join their weights. Received: replicate={MEMORY!r}, scheme={self.model.scheme!r} "
+                f"join their weights. Received: replicate='memory', scheme={self.model.scheme!r} "
                 "(docs/guide/checkpoints.md says when). Try replicate=None."
             )
         self._end_replicating()
+        begun_s = time.perf_counter()
         try:
             values, about = self._state({})
         except (OSError, TypeError, ValueError) as error:
             self._tell_of_replicas(self._updates, error)
             return
-        replication.taken(self._updates, about)
+        replication.taken(self._updates, about, time.perf_counter() - begun_s)
         self._replicating = Writing(self._updates, partial(self._enlist, replication, self._updates, values, about))
         self._replicating.start()
 
@@ -393,6 +398,8 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         writing, self._replicating = self._replicating, None
         if writing is not None:
             writing.ended(self._session.is_lost)
+            if self._replication is not None:
+                self._replication.took(writing.took_s)
             if writing.is_over and writing.error is not None and not self._session.is_lost():
                 self._tell_of_replicas(writing.step, writing.error)
 
@@ -424,7 +431,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         elif writing.is_over and not writing.is_written:
             self._tell_of_spoiled(f"Weights or slots of step {writing.step} are not finite")
         else:
-            self._pace.ended(self._stood_s + writing.busy_s)
+            self._pace.ended(self._stood_s + writing.busy_s + self._sharded_s)
 
     def _tell_of_failure(self, step: int, error: Exception) -> None:
         reason = getattr(error, "strerror", None) or error
@@ -504,13 +511,18 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         raise SystemExit(128 + number)
 
 
-def _checked_replicate(replicate: Any) -> str | None:
-    if replicate not in (None, MEMORY):
+def _checked_replicate(replicate: Any) -> int | str | None:
+    """How many minibatches there are at least from one state in memory to the next, or "auto"; None for none there."""
+    name, _, every = replicate.partition(":") if isinstance(replicate, str) else (replicate, "", "")
+    is_number = every.isascii() and every.isdecimal() and int(every) > 0
+    if name is None:
+        return None
+    if name != MEMORY or not (replicate == MEMORY or every == AUTO or is_number):
         raise ValueError(
             "The state of a run is replicated in the memory of workers' hosts, or not at all. Received: "
-            f"replicate={replicate!r}. Try 'memory', or None."
+            f"replicate={replicate!r}. Try 'memory', 'memory:8' for every 8 minibatches, 'memory:auto', or None."
         )
-    return None if replicate is None else MEMORY
+    return int(every) if is_number else every or 1
 
 
 def _session(callback: keras.callbacks.Callback) -> FitSession:

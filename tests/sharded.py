@@ -16,10 +16,10 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 def stand_in(set_attribute):
     """Let every CPU but the first be another worker's; ``set_attribute`` is that of a ``monkeypatch``, or setattr."""
-    from pipetrain.checkpoint import sharding
+    from pipetrain.checkpoint import bundles
 
-    set_attribute(sharding, "is_remote", lambda device: not device.endswith("CPU:0"))
-    set_attribute(sharding, "processor_of", lambda device: device)
+    set_attribute(bundles, "is_remote", lambda device: not device.endswith("CPU:0"))
+    set_attribute(bundles, "processor_of", lambda device: device)
 
 
 def die_at(count: int) -> None:

@@ -15,17 +15,18 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.checkpoint import store as stores
-from pipetrain.checkpoint.bundles import Part, ShardWriter, reason, restored
-from pipetrain.checkpoint.sharding import by_worker, processor_of
+from pipetrain.checkpoint.bundles import Part, ShardWriter, by_worker, processor_of, reason, restored
 from pipetrain.checkpoint.shards import INDEX, Damaged, Shard, check_index
 from pipetrain.checkpoint.state import Arrays, as_arrays, not_finite
 from pipetrain.checkpoint.store import Checkpoint, Store
+from pipetrain.checkpoint.writer import Pace
 from pipetrain.cluster import host_memory
 from pipetrain.cluster.connection import about, remote_devices, task_of, worker_of
 
 NOTE = "memory.json"  # beside the checkpoints: which folder in memory belongs to them
 KEPT = 2  # states, of which one is whole while the other is written
 PLACES = ("own", "neighbour")
+SHARE = 0.02  # of training's time that states in memory may take with "auto"
 
 
 class Host(NamedTuple):
@@ -53,16 +54,21 @@ class Replication:
 
     Args:
         disk: the run's checkpoints, in whose directory a file names the folder in memory.
+        every: the minibatches from one state to the next at least, or "auto", so that to send and write them takes
+            ``SHARE`` of the time at most, though training goes on meanwhile.
 
-    ``due_at`` is the number of updates from which the devices hold what the last state has not. ``has_neighbours``:
-    whether there are two hosts; a run that has lost all but one still goes on from what that one has.
+    ``has_neighbours``: whether there are two hosts; a run that has lost all but one still goes on from what that one
+    has.
 
     Raises:
         ValueError: for workers of fewer than two hosts, where none has anything yet, and for hosts without such memory.
     """
 
-    def __init__(self, disk: Store) -> None:
+    def __init__(self, disk: Store, every: int | str = 1) -> None:
         self._disk, self._writer = disk, ShardWriter()
+        self._every = 1 if isinstance(every, str) else every
+        self._pace = Pace(share=SHARE) if isinstance(every, str) else None
+        self._stood_s, self._is_taken = 0.0, False
         self._hosts, own = _hosts(), host_memory.folder()
         self.has_neighbours = len(self._hosts) >= len(PLACES)
         if own is None:
@@ -80,7 +86,7 @@ class Replication:
         host_memory.sweep()
         self._name = _noted(disk) or self._note()
         self._lists = Store(own / self._name, KEPT)
-        self._generation = self.due_at = 0
+        self._generation = self._due_at = 0
 
     def newer(self, found: Checkpoint | None) -> Checkpoint | None:
         """The state in memory, if it is whole and newer than what was found on the disk; else that."""
@@ -119,13 +125,27 @@ class Replication:
                         return restored(prefix, shard)
         raise Damaged(f"no host has {shard.name}")
 
-    def taken(self, step: int, known: Mapping[str, Any]) -> None:
-        """The state of this step is taken; the next one is due a call later.
+    def is_due(self, updates: int) -> bool:
+        """Whether, after so many updates, the devices hold what the last state has not, and it is time."""
+        is_time = self._pace is None or (self._pace.is_due and not self._is_taken)
+        return updates >= self._due_at and is_time
+
+    def taken(self, step: int, known: Mapping[str, Any], stood_s: float) -> None:
+        """The state of this step is taken, for which training stood so long; the next one is due a call later.
 
         It may have the results of more than one call that no step has seen. If all are seen, another call is made.
         """
         left = known.get("in_flight") or {"ahead": 0, "minibatches": 1}
-        self.due_at = step + max(1, min(left["ahead"], left["minibatches"]))
+        self._due_at = step + max(self._every, min(left["ahead"], left["minibatches"]))
+        self._stood_s, self._is_taken = stood_s, True
+        if self._pace is not None:
+            self._pace.begun()
+
+    def took(self, seconds: float) -> None:
+        """To write what was taken took so long."""
+        self._is_taken = False
+        if self._pace is not None:
+            self._pace.ended(self._stood_s + seconds)
 
     def write(self, step: int, values: Mapping[str, Any], known: Mapping[str, Any]) -> Replica:
         """Write the state of a step into hosts' memory, but for its list. Raises OSError."""

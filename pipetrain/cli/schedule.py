@@ -13,10 +13,9 @@ from pipetrain.cli.arguments import MICROBATCHES, Folded, add_scheme, add_scheme
 from pipetrain.logs import counted
 from pipetrain.schemes import table
 from pipetrain.schemes.actions import Action
-from pipetrain.schemes.course import calls_of_functions
 from pipetrain.schemes.dry_run import Step, figures, grid, replay, steady_bubble
 from pipetrain.schemes.options import check_microbatches
-from pipetrain.schemes.programs import Call, Program
+from pipetrain.schemes.programs import Call, Program, calls_of_functions
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.text_form import check_held, microbatches_of, stages_of, written

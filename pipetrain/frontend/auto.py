@@ -23,12 +23,11 @@ from pipetrain.compute.optimizer.gradient_scaling import stepping
 from pipetrain.compute.profiling.limits import KeptTrials
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.frontend.contexts import known
-from pipetrain.frontend.input_data import DEFAULT_ROWS, first_rows, sample_of
+from pipetrain.frontend.input_data import DEFAULT_ROWS, first_rows, preprocesses, sample_of
 from pipetrain.frontend.layout import Layout, described_for
 from pipetrain.frontend.options import Options
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.frontend.planner import Planner
-from pipetrain.frontend.preprocessing import preprocesses
 from pipetrain.plan.choice import TURNS, Choice, Explanation, Way, finalists, settled
 from pipetrain.plan.stages import Partition
 from pipetrain.run.window import TrialClock

@@ -33,10 +33,10 @@ from pipetrain.compute.optimizer.gradient_scaling import stepping
 from pipetrain.compute.optimizer.slots import OptimizerPart, Slot, adopt, built, slots
 from pipetrain.compute.optimizer.update import slots_per_weight, temporaries
 from pipetrain.compute.tensorflow_private import one_replica
+from pipetrain.frontend.compilation import check_added
 from pipetrain.frontend.contexts import Meanwhile, known
 from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.layout import check_local, check_remembered
-from pipetrain.frontend.loss_of_parts import check_added
 from pipetrain.frontend.mirroring import DeviceLoss, Mirroring
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_optimizer, check_own

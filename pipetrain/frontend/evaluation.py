@@ -14,10 +14,9 @@ from pipetrain.cluster.connection import joins
 from pipetrain.compute.functions.inference import Inference, trace_stages
 from pipetrain.frontend.contexts import Meanwhile
 from pipetrain.frontend.input_data import InputData, InputsAlone, untuned
-from pipetrain.frontend.layout import Layout
+from pipetrain.frontend.layout import Layout, inference_stages
 from pipetrain.frontend.metrics import StepMetrics
 from pipetrain.frontend.planner import Planner
-from pipetrain.frontend.stages import inference_stages
 from pipetrain.run.collector import Result
 from pipetrain.run.control import RunSettings
 from pipetrain.run.forward_runner import ForwardRunner, is_one_call

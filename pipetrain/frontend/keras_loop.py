@@ -23,12 +23,11 @@ from pipetrain.compute.keras_private import (
 from pipetrain.compute.optimizer.gradient_scaling import stepping
 from pipetrain.frontend.auto import AutoStrategy
 from pipetrain.frontend.contexts import Meanwhile, known, undone
-from pipetrain.frontend.fit_callback import FitCallback, as_list, with_last
 from pipetrain.frontend.fit_session import FitSession
-from pipetrain.frontend.input_data import check_data, first_rows
+from pipetrain.frontend.input_data import check_data, first_rows, fit_arguments, minibatch, minibatches
 from pipetrain.frontend.options import Options, checked
-from pipetrain.frontend.preprocessing import fit_arguments, minibatch, minibatches
 from pipetrain.frontend.refusals import check_callbacks, check_compiled
+from pipetrain.frontend.runner_fit import FitCallback, as_list, with_last
 from pipetrain.frontend.status_page import asked_for
 from pipetrain.frontend.strategies import strategy_of
 from pipetrain.frontend.strategy import StepFunction

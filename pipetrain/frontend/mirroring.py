@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from pipetrain.compute.keras_private import mask_of, set_value
 from pipetrain.compute.tensorflow_private import is_distributed, like
-from pipetrain.frontend.loss_of_parts import check_masks, named
+from pipetrain.frontend.compilation import check_masks, named
 from pipetrain.frontend.loss_reduction import FEWEST_ROWS, divides, found_way, is_known, ways
 from pipetrain.logs import counted
 

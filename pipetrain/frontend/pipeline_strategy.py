@@ -15,9 +15,9 @@ from pipetrain.compute.optimizer.clone import told
 from pipetrain.compute.profiling.operation_count import estimated_s
 from pipetrain.frontend.contexts import known
 from pipetrain.frontend.fit_session import FitSession
+from pipetrain.frontend.layout import training_stages
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.runner_strategy import RunnerStrategy
-from pipetrain.frontend.stages import training_stages
 from pipetrain.run.course_runner import CourseRunner
 from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.program_runner import ProgramRunner, is_one_function

@@ -7,8 +7,7 @@ from typing import Any
 
 from pipetrain.cluster.connection import place
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.cuts import cut_points
+from pipetrain.compute.graph.blocks import Chain, cut_points
 from pipetrain.compute.graph.inputs import Shapes, checked_shapes, shapes_of_model
 from pipetrain.compute.processor import left_out
 from pipetrain.compute.profiling.operation_count import is_little

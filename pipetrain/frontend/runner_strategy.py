@@ -19,18 +19,16 @@ from pipetrain.compute.optimizer.clone import with_known_momentum
 from pipetrain.compute.optimizer.gradient_scaling import LossScale, stepping
 from pipetrain.compute.optimizer.slots import forget
 from pipetrain.compute.optimizer.update import kinds_beside
-from pipetrain.compute.variable_watch import VariableWatch
 from pipetrain.frontend.compilation import Compilation, trained_in
-from pipetrain.frontend.contexts import known
+from pipetrain.frontend.contexts import VariableWatch, known
 from pipetrain.frontend.evaluation import Evaluator
 from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.flight import FlightConditions, kept_of, state_of
 from pipetrain.frontend.input_data import Untuned, check_rows
-from pipetrain.frontend.layout import KeptLayout
+from pipetrain.frontend.layout import KeptLayout, OptimizedStages
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_backup, checked_steps
 from pipetrain.frontend.runner_fit import RunnerFit, UpdateCount, handed_out
-from pipetrain.frontend.stages import OptimizedStages
 from pipetrain.frontend.strategy import StepFunction
 from pipetrain.logs import BELOW_BAR
 from pipetrain.plan.choice import Explanation

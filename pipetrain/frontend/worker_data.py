@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote, processor_of
 from pipetrain.compute.keras_private import weighted_by_class
-from pipetrain.frontend.input_data import READ_BY, untuned
-from pipetrain.frontend.preprocessing import preprocesses
+from pipetrain.frontend.input_data import READ_BY, preprocesses, untuned
 from pipetrain.frontend.worker_reader import WorkersIterator, named
 from pipetrain.run.control import LostWorker
 

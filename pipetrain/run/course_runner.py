@@ -24,8 +24,7 @@ from pipetrain.run.control import Caller, RunSettings
 from pipetrain.run.pipeline import RESTING
 from pipetrain.run.program_runner import ProgramRunner
 from pipetrain.schemes import policies
-from pipetrain.schemes.course import Course
-from pipetrain.schemes.programs import Program
+from pipetrain.schemes.programs import Course, Program
 from pipetrain.schemes.schedules import asynchronous
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.weight_versions import WeightVersions

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipetrain.schemes.policies import OneTargetPolicy, Policy, Read, Reader
-from pipetrain.schemes.prediction import stretch
+from pipetrain.schemes.policies import OneTargetPolicy, Policy, Read, Reader, stretch
 from pipetrain.schemes.schedules import Schedule
 
 

@@ -17,8 +17,7 @@ from pipetrain.schemes.actions import OPERATIONS, SENT, Action, completes
 from pipetrain.schemes.schedules import groups_of
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import microbatch_rows, reduction_bytes, rows_of
-from pipetrain.simulation.action_costs import Adding, StageCosts, additions
-from pipetrain.simulation.network import Network, Route
+from pipetrain.simulation.costs import Adding, Network, Route, StageCosts, additions
 from pipetrain.simulation.stations import NOTHING, Due, Station, StationWork, Wire
 
 REDUCTIONS = ("ring", "server")

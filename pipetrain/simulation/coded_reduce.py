@@ -12,7 +12,7 @@ from pipetrain.plan.profile import Profile
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coded_reduce import ROOT, Tree, checked_tree
 from pipetrain.schemes.gradient_codes import decoding
-from pipetrain.simulation.action_costs import between_steps_s
+from pipetrain.simulation.costs import between_steps_s
 from pipetrain.simulation.kernel import Kernel, SimulatedMessage, varying
 from pipetrain.simulation.simulated_trace import trace_of_devices
 from pipetrain.trace.records import What

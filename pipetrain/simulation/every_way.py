@@ -30,8 +30,8 @@ from pipetrain.schemes.schedules import has_halves
 from pipetrain.schemes.synchrony import Gossip
 from pipetrain.schemes.table import CHUNKED, PIPELINES, UNCUT
 from pipetrain.schemes.text_form import stages_of
-from pipetrain.simulation.action_costs import acting
 from pipetrain.simulation.copies import KINDS, Copies
+from pipetrain.simulation.costs import acting
 from pipetrain.simulation.simulator import timed
 
 TARGET = SpecTrain(horizon="target")

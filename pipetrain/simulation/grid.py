@@ -13,7 +13,7 @@ from pipetrain.schemes.actions import Op
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.transfers.plan import Message
-from pipetrain.simulation.action_costs import between_steps_s
+from pipetrain.simulation.costs import between_steps_s
 from pipetrain.simulation.data_parallel import COUNTED
 from pipetrain.simulation.kernel import NO_WORK, Kernel, varying
 from pipetrain.simulation.simulated_trace import trace_of_devices

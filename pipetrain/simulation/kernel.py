@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.actions import Op
 from pipetrain.schemes.transfers.plan import Message
-from pipetrain.simulation.network import Network, Route
+from pipetrain.simulation.costs import Network, Route
 from pipetrain.trace.records import What
 
 Happens = Callable[[], None]

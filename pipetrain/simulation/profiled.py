@@ -22,7 +22,7 @@ from pipetrain.schemes.synchrony import (
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, ORDERS, check_order, check_servers, orders
 from pipetrain.schemes.transfers.plan import Layer, Message, Plan, Workload
-from pipetrain.simulation.action_costs import between_steps_s
+from pipetrain.simulation.costs import between_steps_s
 from pipetrain.simulation.data_parallel import Setting, simulate_plan
 from pipetrain.trace.trace import Trace
 

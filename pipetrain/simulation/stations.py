@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from pipetrain.simulation.costs import Network, Route
 from pipetrain.simulation.kernel import Happens
-from pipetrain.simulation.network import Network, Route
 
 NOTHING = -1
 Arrivals = deque[float]

@@ -14,7 +14,7 @@ import transparency
 from schedule_training import assert_as, compare, pipelined, plain_mlp, trained
 
 import pipetrain
-from pipetrain.compute.functions.backward_halves import BackwardHalves
+from pipetrain.compute.functions.backward import BackwardHalves
 from pipetrain.compute.functions.stage_values import SEPARATE
 from pipetrain.schemes import Schedule, Scheme
 from pipetrain.schemes.dry_run import replay

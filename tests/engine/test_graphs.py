@@ -31,8 +31,7 @@ from graph_models import (
 from networks import fit, normal
 
 import pipetrain
-from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.cuts import cut_points
+from pipetrain.compute.graph.blocks import Chain, cut_points
 
 MODELS = [
     skips,

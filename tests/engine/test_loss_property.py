@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.compute.keras_private import compiled_loss, set_mask
-from pipetrain.frontend.loss_of_parts import LossOfParts
+from pipetrain.frontend.compilation import LossOfParts
 from pipetrain.frontend.metrics import TrackedMetrics
 from pipetrain.run.channels import take
 

@@ -6,7 +6,7 @@ import keras
 import pytest
 
 import pipetrain
-from pipetrain.compute.profiling import slices
+from pipetrain.compute.profiling import profiler
 from pipetrain.plan.profile import BlockProfile, Profile
 
 L = keras.layers
@@ -28,11 +28,11 @@ def test_wide_layers_have_slices_and_alike_ones_are_measured_once(monkeypatch):
         blocks = tuple(BlockProfile(name, seconds, 2 * seconds, 8, 8) for name in ("before", "part"))
         return Profile("part", rows, blocks)
 
-    monkeypatch.setattr(slices, "profile", profile)
+    monkeypatch.setattr(profiler, "profile", profile)
     model = made()
     before = [each.numpy() for each in model.variables]
     whole = Profile("whole", 16, tuple(BlockProfile(each.name, 1.0, 1.0, 8, 8) for each in model.layers))
-    found = {block.name: block.slices for block in slices.with_slices(whole, model, (1, 2, 8)).blocks}
+    found = {block.name: block.slices for block in profiler.with_slices(whole, model, (1, 2, 8)).blocks}
     assert found["a"] == found["b"] == found["c"] == ((2, 1.0, 2.0), (8, 2.0, 4.0))
     assert found["narrow"] == ()  # softmax needs all of its outputs
     assert found["last"] == ((2, 3.0, 6.0),)
@@ -45,6 +45,6 @@ def test_wide_layers_have_slices_and_alike_ones_are_measured_once(monkeypatch):
 def test_slices_are_measured():
     model = keras.Sequential([keras.Input((256,)), L.Dense(1024, name="wide"), L.Dense(2, name="out")])
     measured = pipetrain.profile(model, 512, verbose=False)
-    wide, _ = slices.with_slices(measured, model, (16,)).blocks
+    wide, _ = profiler.with_slices(measured, model, (16,)).blocks
     ((parts, forward_s, backward_s),) = wide.slices
     assert parts == 16 and 0 < forward_s < wide.forward_s and 0 < backward_s < wide.backward_s

@@ -17,10 +17,10 @@ from checkpointed import Stop, model
 from orders import by_twos
 
 from pipetrain.callbacks import PipelineCheckpoint, Snapshots
-from pipetrain.checkpoint.nested import Unwritable, nested, plain
-from pipetrain.checkpoint.pace import Pace
 from pipetrain.checkpoint.state import array_of, tensor_of
 from pipetrain.checkpoint.store import Store
+from pipetrain.checkpoint.writer import Pace
+from pipetrain.frontend.flight import Unwritable, nested, plain
 from pipetrain.frontend.pipeline_strategy import PipelineStrategy
 from pipetrain.run.course_runner import CourseRunner
 from pipetrain.schemes.policies import VanillaPolicy

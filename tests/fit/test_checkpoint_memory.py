@@ -18,7 +18,7 @@ import tensorflow as tf
 from checkpointed import Stop, arrays, pipeline, run
 
 from pipetrain.callbacks import PipelineCheckpoint
-from pipetrain.checkpoint import replication
+from pipetrain.checkpoint import replication, writer
 from pipetrain.checkpoint.replication import Host, Replication
 from pipetrain.checkpoint.store import Store
 from pipetrain.cluster import host_memory
@@ -43,7 +43,7 @@ def hosts(monkeypatch, tmp_path):
 def fit(directory, stop_after=None, every_steps=100, scheme="spectrain", epochs=3, callbacks=(), **settings):
     """The model, and the callback; at the end of the run, or where it was stopped."""
     pm = pipeline(scheme=scheme)
-    saving = PipelineCheckpoint(directory, every_steps=every_steps, replicate="memory", **settings)
+    saving = PipelineCheckpoint(directory, every_steps=every_steps, **{"replicate": "memory", **settings})
     more = [Stop(stop_after)] if stop_after else []
     with contextlib.suppress(InterruptedError):
         pm.fit(**arrays(), epochs=epochs, verbose=0, callbacks=[*callbacks, saving, *more])
@@ -167,6 +167,17 @@ def test_a_run_that_goes_on_from_memory_at_its_end_writes_its_last_checkpoint(ho
     assert not [*host_memory.folder().iterdir()]
 
 
+@pytest.mark.parametrize(("replicate", "at"), [("memory", [*range(1, 9)]), ("memory:4", [1, 5]), ("memory:auto", [1])])
+def test_states_are_as_far_apart_as_is_said(replicate, at, hosts, tmp_path, monkeypatch):
+    """A call of 1f1b is one minibatch. By its cost, of which no time may be taken, the second state never comes."""
+    steps, taken = [], Replication.taken
+    monkeypatch.setattr(writer, "FIRST_S", 0.0)
+    monkeypatch.setattr(replication, "SHARE", 1e-9)
+    monkeypatch.setattr(Replication, "taken", lambda self, step, *more: (steps.append(step), taken(self, step, *more)))
+    fit(tmp_path / "checkpoints", 9, scheme="1f1b", replicate=replicate)
+    assert steps == at
+
+
 def test_a_full_memory_is_told_once_and_trained_on(hosts, tmp_path, monkeypatch):
     def full(self, parts):
         raise tf.errors.ResourceExhaustedError(None, None, "No space left on device")
@@ -178,8 +189,11 @@ def test_a_full_memory_is_told_once_and_trained_on(hosts, tmp_path, monkeypatch)
 
 
 def test_where_it_cannot_be_it_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"Received: replicate='disk'\. Try 'memory', or None"):
-        PipelineCheckpoint(tmp_path, replicate="disk")
+    for given in ("disk", "memory:0", "memory:", "memory:often", True):
+        with pytest.raises(
+            ValueError, match=rf"Received: replicate={given!r}\. Try 'memory', 'memory:8'.*'memory:auto'"
+        ):
+            PipelineCheckpoint(tmp_path, replicate=given)
     with pytest.raises(ValueError, match=r"replicate='memory', one process, without workers\. Try replicate=None"):
         fit(tmp_path)
 
@@ -209,8 +223,8 @@ def test_neighbours(monkeypatch):
     made = Replication.__new__(Replication)
     made._hosts = found
     homes = {device: made._homes(device) for host in found for device in host.devices}
-    for device, ((own, writer), (other, at)) in homes.items():
-        assert writer == device and device in own.devices and at in other.devices and own is not other
+    for device, ((own, by), (other, at)) in homes.items():
+        assert by == device and device in own.devices and at in other.devices and own is not other
     assert {own.memory: other.memory for (own, _), (other, _) in homes.values()} == {"/a": "/b", "/b": "/c", "/c": "/a"}
 
 

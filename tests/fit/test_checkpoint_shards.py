@@ -19,9 +19,9 @@ from checkpointed import arrays, pipeline, run
 
 from pipetrain.callbacks import PipelineCheckpoint
 from pipetrain.checkpoint import bundles
-from pipetrain.checkpoint import sharding as sharding_module
+from pipetrain.checkpoint import bundles as bundles_module
 from pipetrain.checkpoint import shards as shards_module
-from pipetrain.checkpoint.sharding import Sharding
+from pipetrain.checkpoint.bundles import Sharding
 from pipetrain.checkpoint.shards import INDEX, shards_of
 from pipetrain.checkpoint.state import as_arrays
 from pipetrain.checkpoint.store import Store
@@ -254,9 +254,9 @@ def test_names_of_shards_lead_nowhere_else(two):
 
 def test_a_worker_that_does_not_see_the_directory_writes_nothing(tmp_path, monkeypatch):
     """The controller then writes what it holds, which is said once."""
-    answers = sharding_module._answers
+    answers = bundles_module._answers
     monkeypatch.setattr(
-        sharding_module, "_answers", lambda device, *given: "CPU:2" in device and answers(device, *given)
+        bundles_module, "_answers", lambda device, *given: "CPU:2" in device and answers(device, *given)
     )
     sharding = Sharding(tmp_path)
     made = sharding.write(4, values())

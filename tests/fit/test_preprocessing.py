@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers as L
 
 import pipetrain
-from pipetrain.frontend import preprocessing
+from pipetrain.frontend import input_data
 
 FIGURES, CLASSES, ROWS, BATCH = 4, 3, 40, 8
 
@@ -88,7 +88,7 @@ def test_validation_data_may_be_texts_alone():
     """As for tasks that make their labels of them."""
     words = data()[1]
     given = {"x": words, "y": None, "sample_weight": None, "batch_size": 8, "validation_split": 0.0}
-    made = preprocessing.fit_arguments(task(), {**given, "validation_data": words[:3]})
+    made = input_data.fit_arguments(task(), {**given, "validation_data": words[:3]})
     (read,) = made["validation_data"]
     assert read.shape == (3, FIGURES)
 

@@ -89,14 +89,14 @@ SCHEMES = [
     ),
     Fault(
         "adam-velocity",
-        "pipetrain/schemes/prediction.py",
+        "pipetrain/schemes/policies.py",
         "correction = (1 - beta_2**step) ** 0.5 / (1 - beta_1**step)",
         "correction = (1 - beta_2**step) / (1 - beta_1**step)",
         "Adam's predicted weights go along its last update, its bias correction included.",
     ),
     Fault(
         "fit-fades",
-        "pipetrain/schemes/prediction.py",
+        "pipetrain/schemes/policies.py",
         "FADING * sums[1] + square",
         "sums[1] + square",
         "The fitted multiple of the velocity forgets old observations in both of its sums.",
@@ -235,7 +235,7 @@ SIMULATION = [
     ),
     Fault(
         "predictions-of-a-microbatch",
-        "pipetrain/simulation/action_costs.py",
+        "pipetrain/simulation/costs.py",
         "return forwards / self._microbatches, backwards / self._microbatches",
         "return forwards, backwards",
         "In a simulation a minibatch predicts weights as often as in training.",
@@ -413,7 +413,7 @@ COMPUTE = [
     ),
     Fault(
         "gradients-within-a-group",
-        "pipetrain/compute/grid/values.py",
+        "pipetrain/compute/grid/pieces.py",
         "found[sink] = in_order(parts)",
         "found[sink] = parts[sink]",
         "The gradient of a divided layer's inputs is the sum over all devices of the group.",

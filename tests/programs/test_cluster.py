@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipetrain.cli.main import main
-from pipetrain.cluster import bandwidth, checks, server
+from pipetrain.cluster import bandwidth, connection, server
 from pipetrain.cluster.bandwidth import message_work
 from pipetrain.cluster.connection import connect, described_by
 from pipetrain.cluster.hosts import Hosts, is_loopback, split, task_of_tf_config, with_port
@@ -24,7 +24,7 @@ from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition
 from pipetrain.plan.profile import BlockProfile, Profile
-from pipetrain.simulation.network import Network
+from pipetrain.simulation.costs import Network
 from pipetrain.simulation.simulator import simulate
 
 ROOT = Path(__file__).parents[2]
@@ -155,8 +155,8 @@ def test_a_workers_options_have_bounds(option, capsys):
 
 def test_one_worker_under_two_names_is_refused():
     with pytest.raises(ValueError, match=r"are of one worker. Received: localhost:1 and 127\.0\.0\.1:1"):
-        checks._check_names(Hosts(("localhost:1", "127.0.0.1:1")))
-    checks._check_names(Hosts(("localhost:1", "127.0.0.1:2", "nowhere.invalid:1")))
+        connection._check_names(Hosts(("localhost:1", "127.0.0.1:1")))
+    connection._check_names(Hosts(("localhost:1", "127.0.0.1:2", "nowhere.invalid:1")))
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), None, "5", True])
@@ -399,16 +399,16 @@ def test_workers_are_asked_until_the_time_is_over(why, job, tried_s, monkeypatch
         clock.sleep(timeout_s if why == "no answer" else 0.0)
         return why if clock.now_s < 100.0 else ""
 
-    monkeypatch.setattr(checks, "time", clock)
-    monkeypatch.setattr(checks, "probed", probed)
+    monkeypatch.setattr(connection, "time", clock)
+    monkeypatch.setattr(connection, "probed", probed)
     if why:
         with pytest.raises(ConnectionError, match=rf"10\.0\.0\.1:2222 \({why}\), tried for {tried_s} s"):
-            checks.check_answers(Hosts(("10.0.0.1:2222",)), 5.0)
+            connection.check_answers(Hosts(("10.0.0.1:2222",)), 5.0)
     else:
-        checks.check_answers(Hosts(("10.0.0.1:2222",)), 5.0)
-    assert clock.now_s <= 5.0 + checks.RETRY_S
+        connection.check_answers(Hosts(("10.0.0.1:2222",)), 5.0)
+    assert clock.now_s <= 5.0 + connection.RETRY_S
     if why == "connection refused" or job:  # it may be starting: asked again and again
-        assert len(asked_s) > 20 and asked_s[-1] > 5.0 - 2 * checks.RETRY_S
+        assert len(asked_s) > 20 and asked_s[-1] > 5.0 - 2 * connection.RETRY_S
     else:
         assert len(asked_s) == 1
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from orders import by_twos
 
 from pipetrain.schemes import table
-from pipetrain.schemes.course import Course, calls_of_functions
 from pipetrain.schemes.dry_run import replay
+from pipetrain.schemes.programs import Course, calls_of_functions
 from pipetrain.schemes.schedules import Schedule, asynchronous, groups_of, orders, unflushed
 
 SCHEDULE = Schedule(asynchronous, flushes=False, found=unflushed)

@@ -22,9 +22,9 @@ from pipetrain.schemes.options import AllReduce, CodedReduce, Interleaved, Param
 from pipetrain.schemes.schedules import orders
 from pipetrain.schemes.table import UNCUT, scheme
 from pipetrain.schemes.text_form import scheme_of, written
-from pipetrain.simulation import action_costs
-from pipetrain.simulation.action_costs import acting
+from pipetrain.simulation import costs
 from pipetrain.simulation.comparison import compare
+from pipetrain.simulation.costs import acting
 from pipetrain.simulation.every_way import LOCAL, ROUNDS, SENT, Chooser, PipelineLayout, choose
 from pipetrain.simulation.simulator import simulate
 
@@ -48,7 +48,7 @@ def chain(blocks=BLOCKS, rows=ROWS, weight_bytes=0, microbatches=1, times=1.0):
 @pytest.fixture
 def free_calls(monkeypatch):
     """Actions take nothing beside their computing."""
-    monkeypatch.setattr(action_costs, "ACTION_S", 0.0)
+    monkeypatch.setattr(costs, "ACTION_S", 0.0)
 
 
 def pipelines(profile=None, cluster=FAST, training=SET, devices=DEVICES, pieces=None):

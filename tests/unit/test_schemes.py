@@ -1,4 +1,4 @@
-"""What a scheme is: actions, schedules, weight versions, prediction. No TensorFlow."""
+"""What a scheme is: actions, schedules, weight versions, policies. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipetrain.schemes import dry_run, prediction, schedules
+from pipetrain.schemes import dry_run, policies, schedules
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.table import SCHEMES, check_name, scheme
 from pipetrain.schemes.weight_versions import WeightVersions, steady_staleness
@@ -128,8 +128,8 @@ def walk(scheme, stage, stages, minibatches, microbatches=1):
         stage,
         stages,
         microbatches,
-        newest=lambda ahead: prediction.predict(weights["now"], 1, ahead),
-        keep=lambda ahead: prediction.predict(weights["now"], 1, ahead),
+        newest=lambda ahead: policies.predict(weights["now"], 1, ahead),
+        keep=lambda ahead: policies.predict(weights["now"], 1, ahead),
     )
     reads, kept = {}, 0
     for action in schedules.asynchronous(stage, stages, [range(minibatches * microbatches)]):
@@ -254,54 +254,54 @@ def test_how_often_weights_are_predicted(chosen, stages, microbatches, expected)
 
 def test_momentum_is_stretched_where_microbatches_are_few():
     """``(1 - mu)`` by 0.2 at eight stages and one microbatch, as ``1.6 / (1 + 7)``."""
-    assert prediction.stretched(0.9, prediction.stretch(8, 1)) == pytest.approx(0.98)
-    assert [prediction.stretch(8, m) for m in (2, 4, 7, 8, 9)] == [1.6 / 4.5, 1.6 / 2.75, 0.8, 1, 1]
-    assert prediction.stretch(1, 1) == 1
+    assert policies.stretched(0.9, policies.stretch(8, 1)) == pytest.approx(0.98)
+    assert [policies.stretch(8, m) for m in (2, 4, 7, 8, 9)] == [1.6 / 4.5, 1.6 / 2.75, 0.8, 1, 1]
+    assert policies.stretch(1, 1) == 1
     rules = [scheme("spectrain", "target", stretch_momentum=each).rule(3, 8, 2) for each in ("auto", True, False)]
     assert [rule.stretch for rule in rules] == [1.6 / 4.5, 1.6 / 4.5, 1]
     assert scheme("spectrain").rule(3, 8).stretch == 1
 
 
 def test_prediction_meets_the_future_at_constant_velocity():
-    assert prediction.predict(5, 2, 3) == 5 + 2 + 2 + 2
+    assert policies.predict(5, 2, 3) == 5 + 2 + 2 + 2
     weight, decay = 5.0, 0.1
-    kept, steps = prediction.decayed(decay, 3)
+    kept, steps = policies.decayed(decay, 3)
     for _ in range(3):
         weight = (1 - decay) * weight + 2.0
-    assert prediction.predict(kept * 5.0, 2.0, steps) == pytest.approx(weight, rel=1e-14)
+    assert policies.predict(kept * 5.0, 2.0, steps) == pytest.approx(weight, rel=1e-14)
 
 
 def test_spikes_move_the_weights_as_far_as_gradients_in_time():
     """A gradient of -1 that comes D steps late: from then on, the sum of updates is that of momentum without delay."""
     for late in range(6):
         in_time = [sum(0.9**j for j in range(n + late)) for n in range(1, 5)]
-        a, b = prediction.spike(0.9, late)
+        a, b = policies.spike(0.9, late)
         delayed = [sum(a * 0.9**j for j in range(n)) + b for n in range(1, 5)]
         assert delayed == pytest.approx(in_time, rel=1e-13)
 
 
 def test_rates_are_rescaled_by_staleness_that_fades():
-    assert [prediction.rescaled(1.0, stale, 0, 10) for stale in range(5)] == [1, 1, 1 / 2, 1 / 3, 1 / 4]
-    assert prediction.rescaled(1.0, 4, 5, 10) == 1 / 2
-    assert prediction.rescaled(1.0, 4, 10, 10) == prediction.rescaled(1.0, 4, 99, 10) == 1
+    assert [policies.rescaled(1.0, stale, 0, 10) for stale in range(5)] == [1, 1, 1 / 2, 1 / 3, 1 / 4]
+    assert policies.rescaled(1.0, 4, 5, 10) == 1 / 2
+    assert policies.rescaled(1.0, 4, 10, 10) == policies.rescaled(1.0, 4, 99, 10) == 1
 
 
 def test_the_ratio_is_that_of_least_squares():
     """Displacements of 1.5 and 1 times s * v: the second velocity is twice as long."""
-    assert prediction.ratio(0.0, 0.0) == 1
-    first = prediction.observed((0.0, 0.0), 1.5, 1.0)
-    assert prediction.ratio(*first) == 1.5
-    second = prediction.observed(first, 4.0, 4.0)
-    fading = prediction.FADING
-    assert prediction.ratio(*second) == pytest.approx((1.5 * fading + 4) / (fading + 4))
+    assert policies.ratio(0.0, 0.0) == 1
+    first = policies.observed((0.0, 0.0), 1.5, 1.0)
+    assert policies.ratio(*first) == 1.5
+    second = policies.observed(first, 4.0, 4.0)
+    fading = policies.FADING
+    assert policies.ratio(*second) == pytest.approx((1.5 * fading + 4) / (fading + 4))
 
 
 def test_an_observation_says_four_times_at_most_and_the_ratio_is_not_negative():
-    fading = prediction.FADING
+    fading = policies.FADING
     for along, counts in ((500.0, 4.0), (-500.0, -4.0), (-1.0, -1.0)):
-        sums = prediction.observed((10.0, 10.0), along, 1.0)
-        assert prediction.ratio(*sums) == pytest.approx((10 * fading + counts) / (10 * fading + 1))
-    assert prediction.ratio(*prediction.observed((0.0, 0.0), -500.0, 1.0)) == 0
+        sums = policies.observed((10.0, 10.0), along, 1.0)
+        assert policies.ratio(*sums) == pytest.approx((10 * fading + counts) / (10 * fading + 1))
+    assert policies.ratio(*policies.observed((0.0, 0.0), -500.0, 1.0)) == 0
 
 
 @pytest.mark.parametrize(

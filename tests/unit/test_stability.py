@@ -8,7 +8,7 @@ import pytest
 
 from experiments import stability
 from experiments.stability import largest, largest_step
-from pipetrain.schemes.prediction import stretched
+from pipetrain.schemes.policies import stretched
 from pipetrain.schemes.table import scheme
 
 

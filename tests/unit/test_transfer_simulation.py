@@ -21,7 +21,7 @@ from pipetrain.schemes.table import TRANSFERRING
 from pipetrain.schemes.transfers.caramel import step_s
 from pipetrain.schemes.transfers.orders import ORDERS, orders
 from pipetrain.schemes.transfers.plan import Layer, Message, Pack, Phase, Plan, Workload, pulled_s, pushed_s
-from pipetrain.simulation import action_costs
+from pipetrain.simulation import costs
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.copies import estimated_step_s
 from pipetrain.simulation.data_parallel import Setting, simulate_plan
@@ -429,7 +429,7 @@ def test_they_are_among_the_ways_as_they_are_simulated():
 
 def test_a_model_without_trained_weights(monkeypatch):
     """As one whose layers are all frozen: nothing is sent, in whatever order."""
-    monkeypatch.setattr(action_costs, "ACTION_S", 0.0)
+    monkeypatch.setattr(costs, "ACTION_S", 0.0)
     ways = {way.name: way for way in choose(profiled(weight_bytes=0), 2, joined(1e-9, 5e-4)).ways}
     found = [64 / ways[name].step_s for name in ("all-reduce", "parameter-server", "coded-reduce")]
     assert found == pytest.approx([2 * 64 / 24e-3, 2 * 64 / 24e-3, 64 / 24e-3])  # coded, each worker has all rows

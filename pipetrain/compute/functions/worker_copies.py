@@ -10,9 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import LOCAL_HOST, is_remote, processor_of
-from pipetrain.compute.functions.flat_values import flat_here, packs_of, parted
+from pipetrain.compute.functions.flat_values import flat_here, packing_captures, packs_of, parted
 from pipetrain.compute.functions.kernels import Kernels
-from pipetrain.compute.functions.packed_captures import packing_captures
 
 WORTH_BYTES = 1024  # what takes fewer in all is sent in less time than the worker is asked
 FEW = 4  # values that are sent one by one, for which no function is traced

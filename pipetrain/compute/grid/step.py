@@ -13,11 +13,10 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.functions.backward import over_stages
-from pipetrain.compute.functions.packed_captures import packing_captures
+from pipetrain.compute.functions.flat_values import packing_captures
 from pipetrain.compute.functions.stage_function import as_mean
 from pipetrain.compute.functions.stage_values import BoundaryTensors
-from pipetrain.compute.grid.pieces import Piece, PieceResult
-from pipetrain.compute.grid.values import ModelGroup, Value
+from pipetrain.compute.grid.pieces import ModelGroup, Piece, PieceResult, Value
 from pipetrain.compute.grid.weights import GridWeights
 from pipetrain.compute.transfers.message import Order, Record, RecordedMessage, reduced, sent
 from pipetrain.compute.transfers.step import Rows, StepResult, collected

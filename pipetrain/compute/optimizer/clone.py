@@ -15,8 +15,7 @@ import tensorflow as tf
 from keras import ops
 
 from pipetrain.compute.keras_private import WHOLE_STEP, copy_exclusions, index_of, is_own, overridden, rate_of
-from pipetrain.schemes.policies import OneTargetPolicy
-from pipetrain.schemes.prediction import rescaled, spike, stretched
+from pipetrain.schemes.policies import OneTargetPolicy, rescaled, spike, stretched
 from pipetrain.schemes.scheme import Scheme, UpdateRule
 
 # A clone has these too, for its own weights.
@@ -91,7 +90,7 @@ class Scaled(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class Rescaled(Scaled):
-    """A learning rate rescaled by the ``staleness``; see ``schemes.prediction.rescaled``.
+    """A learning rate rescaled by the ``staleness``; see ``schemes.policies.rescaled``.
 
     Args:
         rate: as for ``Scaled``.
@@ -179,7 +178,7 @@ def check_compensable(optimizer: keras.optimizers.Optimizer) -> None:
 class SpikeCompensated(keras.optimizers.SGD):
     """``m <- mu*m - lr*g; w <- w + a*m + b*(-lr*g)``, with a and b by ``staleness``.
 
-    See ``schemes.prediction.spike``.
+    See ``schemes.policies.spike``.
     """
 
     staleness: Any = 0

@@ -13,14 +13,14 @@ from pipetrain.compute.optimizer.clone import Rescaled, SpikeCompensated, clone,
 from pipetrain.compute.optimizer.slots import Slot, slots
 from pipetrain.compute.optimizer.velocity import HorizonFit, Velocity, is_adam, velocity_of
 from pipetrain.compute.tensorflow_private import without_gradients
-from pipetrain.schemes.prediction import decayed, predict
+from pipetrain.schemes.policies import decayed, predict
 from pipetrain.schemes.scheme import UpdateRule
 
 LEAST_DECAY = 1e-12  # ``decayed`` divides by it
 
 
 class Update:
-    """Applies gradients to variables and predicts them: ``W[t+s] ~ W[t] + s * v`` (see ``schemes.prediction``).
+    """Applies gradients to variables and predicts them: ``W[t+s] ~ W[t] + s * v`` (see ``schemes.policies``).
 
     Args:
         optimizer: built for the variables.

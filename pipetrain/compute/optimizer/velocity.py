@@ -11,7 +11,7 @@ import tensorflow as tf
 from pipetrain.compute.functions.kernels import direct
 from pipetrain.compute.keras_private import first_moments, second_moments
 from pipetrain.compute.optimizer.clone import SpikeCompensated
-from pipetrain.schemes import prediction
+from pipetrain.schemes import policies
 
 TINY = 1e-30  # before the first step all is zero, an epsilon of 0 too
 
@@ -54,7 +54,7 @@ class Momentum(FromSlots):
 
     def read(self) -> list[tf.Tensor]:
         """The slots."""
-        return [prediction.momentum(slot.value.read_value()) for slot in self._optimizer.momentums]
+        return [policies.momentum(slot.value.read_value()) for slot in self._optimizer.momentums]
 
 
 class RMSpropMomentum(FromSlots):
@@ -62,7 +62,7 @@ class RMSpropMomentum(FromSlots):
 
     def read(self) -> list[tf.Tensor]:
         """The slots, negative."""
-        return [prediction.rmsprop(slot.value.read_value()) for slot in first_moments(self._optimizer)]
+        return [policies.rmsprop(slot.value.read_value()) for slot in first_moments(self._optimizer)]
 
 
 class Adam(FromSlots):
@@ -82,7 +82,7 @@ class Adam(FromSlots):
         optimizer = self._optimizer
         step = tf.cast(tf.maximum(tf.convert_to_tensor(optimizer.iterations), 1), m.dtype)
         beta_1, beta_2 = (tf.cast(beta, m.dtype) for beta in (optimizer.beta_1, optimizer.beta_2))
-        return prediction.adam(m, v, tf.cast(self._rate, m.dtype), beta_1, beta_2, optimizer.epsilon or TINY, step)
+        return policies.adam(m, v, tf.cast(self._rate, m.dtype), beta_1, beta_2, optimizer.epsilon or TINY, step)
 
 
 class Displacement:
@@ -125,7 +125,7 @@ class Nesterov(Displacement):
     def after(self, before: list[tf.Tensor]) -> None:
         """The update, by its formula."""
         for kept, slot, old in zip(self.kept, self._optimizer.momentums, before, strict=True):
-            kept.assign(prediction.nesterov(slot.value, old, tf.cast(self._optimizer.momentum, old.dtype)))
+            kept.assign(policies.nesterov(slot.value, old, tf.cast(self._optimizer.momentum, old.dtype)))
 
 
 def velocity_of(
@@ -153,14 +153,14 @@ def is_adam(optimizer: keras.optimizers.Optimizer) -> bool:
 class HorizonFit:
     """Repeatedly compares the weights' displacement over ``horizon`` updates with the velocity at the start.
 
-    See ``schemes.prediction.ratio``. During an observation it holds the weights and the velocity of one version: two
+    See ``schemes.policies.ratio``. During an observation it holds the weights and the velocity of one version: two
     copies. ``sums`` are the state that a checkpoint saves.
 
     Args:
         variables: the weights.
         velocity: reads the velocity of each.
         undecayed: the part of a variable's old value that weight decay leaves after a number of updates, and the number
-            of velocities that they add (see ``schemes.prediction.decayed``).
+            of velocities that they add (see ``schemes.policies.decayed``).
         horizon: updates ahead.
     """
 
@@ -196,7 +196,7 @@ class HorizonFit:
 
     def ratio(self) -> tf.Tensor:
         """The fitted multiple so far."""
-        return prediction.ratio(*tf.unstack(self.sums.read_value()))
+        return policies.ratio(*tf.unstack(self.sums.read_value()))
 
     def _now(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         return [variable.value.read_value() for variable in self._variables], self._velocity()
@@ -209,5 +209,5 @@ class HorizonFit:
             by = tf.cast(by, tf.float32)
             along.append(tf.reduce_sum(tf.cast(variable.value - left, tf.float32) * by) / tf.cast(steps, tf.float32))
             square.append(tf.reduce_sum(by * by))
-        sums = prediction.observed(tf.unstack(self.sums), tf.add_n(along), tf.add_n(square))
+        sums = policies.observed(tf.unstack(self.sums), tf.add_n(along), tf.add_n(square))
         self.sums.assign(tf.stack(sums))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.functions.backward_halves import may_wait
+from pipetrain.compute.functions.backward import may_wait
 from pipetrain.compute.functions.kernels import by_xla, direct
 from pipetrain.compute.functions.split import size_bytes, specs, split, symbolic_gradients
 from pipetrain.compute.functions.weight_products import products

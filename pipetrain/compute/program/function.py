@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
+from pipetrain.compute.functions.flat_values import packing_captures
 from pipetrain.compute.functions.graph_rewrite import packer, unpacker
-from pipetrain.compute.functions.packed_captures import packing_captures
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.weight_binding import any_rows
 from pipetrain.compute.program.arguments import FIRST, LAST, Arguments, NumberArguments, ProgramResult, Settings

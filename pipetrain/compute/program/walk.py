@@ -23,10 +23,9 @@ from pipetrain.compute.program.arguments import (
     joined_predictions,
 )
 from pipetrain.compute.program.clock import Clock, Timed
-from pipetrain.compute.program.late_sums import LateSums
 from pipetrain.compute.program.sending import Sending
 from pipetrain.compute.program.stage_trace import ForwardMessage, HeldStage, StagePlace, StageTrace
-from pipetrain.compute.program.sums import Sums
+from pipetrain.compute.program.sums import LateSums, Sums
 from pipetrain.schemes.actions import OPERATIONS, Action
 from pipetrain.schemes.programs import Call, Program
 from pipetrain.schemes.scheme import Scheme

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from pipetrain.compute.functions.flat_values import packing_captures
 from pipetrain.compute.functions.graph_rewrite import sharing_constants, unpacker
-from pipetrain.compute.functions.packed_captures import packing_captures
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
 from pipetrain.compute.functions.weight_groups import WeightGroup

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.cores import LOCAL_HOST, finish
-from pipetrain.compute.functions.flat_values import flat, joined, packs_of
+from pipetrain.compute.functions.flat_values import flat, joined, packing_captures, packs_of
 from pipetrain.compute.functions.graph_rewrite import packer
 from pipetrain.compute.functions.kernels import Kernels
-from pipetrain.compute.functions.packed_captures import packing_captures
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.tensorflow_private import UNORDERED, call_of
 
