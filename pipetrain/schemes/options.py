@@ -46,8 +46,9 @@ from pipetrain.schemes.transfers.plan import Plan
 
 STALENESS = ("none", "predicted")  # what ``auto`` may allow of the weights that gradients are made with
 # What ``auto`` may choose beside training that equals the unsplit model's: predicted weights, compressed gradients,
-# workers that join their weights after some steps, and workers that average theirs with neighbours'.
-ALLOWED = ("staleness", "compression", "local", "gossip")
+# workers that join their weights after some steps, workers that average theirs with neighbours', and gradients that are
+# applied a step later.
+ALLOWED = ("staleness", "compression", "local", "gossip", "stale")
 DEFAULT_POLICY = {  # the options of ``table.scheme``
     "horizon": HORIZONS[0],
     "spike_compensation": False,
@@ -409,8 +410,9 @@ class Auto(SchemeOptions):
             that never drain, whose weights are predicted (``SpecTrain(horizon="target")``), too.
         allow: what else it may choose, a tuple or a text with commas: ``staleness``, which is ``predicted`` above;
             ``compression``, an all-reduce with compressed gradients; ``local``, one whose workers join their weights
-            after 8 steps; ``gossip``, one whose workers average theirs with their neighbours' on a ring. Of the last
-            three also ``local`` together with another.
+            after 8 steps; ``gossip``, one whose workers average theirs with their neighbours' on a ring; ``stale``, one
+            whose gradients are applied while the next step computes. Of the last four also two together, as far as
+            these can be.
     """
 
     name: ClassVar[str] = AUTO

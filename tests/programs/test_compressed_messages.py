@@ -17,10 +17,14 @@ MISSING = [name for name, there in namespaces.NEEDED.items() if not there]
 @pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
 @pytest.mark.wide
 @pytest.mark.timeout(600)
-def test_as_many_bytes_leave_a_host_as_are_planned():
+@pytest.mark.parametrize(
+    ("workers", "option", "names"),
+    [(2, "compression", (NONE, *COMPRESSIONS)), (3, "topology", ("direct", "ring", "gossip"))],
+)
+def test_as_many_bytes_leave_a_host_as_are_planned(workers, option, names):
     """Within 2%, and 10 KB that a step's calls have of their own."""
-    with namespaces.Workers(2, "10.81.0") as hosts:
-        done = hosts.program(PROGRAM, ",".join((NONE, *COMPRESSIONS)), *hosts.workers)
+    with namespaces.Workers(workers, "10.81.0") as hosts:
+        done = hosts.program(PROGRAM, option, ",".join(names), *hosts.workers)
     assert done.returncode == 0, f"{done.returncode} {done.stderr[-3000:]}"
     found = json.loads(done.stdout.splitlines()[-1])
     for name, each in found.items():

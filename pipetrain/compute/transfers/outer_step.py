@@ -10,8 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.functions.flat_values import FlatReader
-from pipetrain.compute.functions.packed_captures import packing_captures
+from pipetrain.compute.functions.flat_values import FlatReader, packing_captures
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.optimizer.slots import OptimizerPart, Slot
 from pipetrain.compute.transfers.compression import zeros_of
