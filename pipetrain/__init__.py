@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         VerticalSync,
         WeightStashing,
     )
-    from pipetrain.schemes.synchrony import Gossip, LocalSGD, Stale
+    from pipetrain.schemes.synchrony import Asynchronous, Gossip, LocalSGD, Stale
     from pipetrain.simulation.coded_reduce import simulate_tree
     from pipetrain.simulation.every_way import choose
     from pipetrain.simulation.grid import simulate_grid
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AllReduce",
+    "Asynchronous",
     "Auto",
     "BFloat16",
     "CodedReduce",
@@ -107,6 +108,7 @@ processor.switch_on()  # which only serves before TensorFlow is loaded
 
 _HOMES = {
     "AllReduce": "pipetrain.schemes.options",
+    "Asynchronous": "pipetrain.schemes.synchrony",
     "Auto": "pipetrain.schemes.options",
     "BFloat16": "pipetrain.schemes.compression",
     "CodedReduce": "pipetrain.schemes.options",

@@ -55,6 +55,8 @@ def settings(case: str, workers: int) -> dict:
     given = {"scheme": name}
     if option in ("ring", "gossip"):
         return given | {"stages": None, "order": "layerwise", "topology": option}
+    if option in ("stale:1", "asynchronous:0"):
+        return given | {"stages": None, "synchrony": option, "order": "none"}
     if name in ("all-reduce", "parameter-server"):
         orders = {
             "late": transfer_plans.late_plan(networks.mlp()),

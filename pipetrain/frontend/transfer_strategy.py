@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import keras
@@ -19,14 +20,14 @@ from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.inputs import Shapes
+from pipetrain.compute.graph.inputs import Shapes, memory_rows
 from pipetrain.compute.keras_private import flat_layers
 from pipetrain.compute.optimizer.clone import plain_momentum, whole_step
 from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.transfers.compression import Compressor
 from pipetrain.compute.transfers.outer_step import Mixing, OuterStep, OwnWeights
-from pipetrain.compute.transfers.step import TransferStep
+from pipetrain.compute.transfers.step import OwnPaceStep, TransferStep
 from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
 from pipetrain.frontend.contexts import known
 from pipetrain.frontend.input_data import DEFAULT_ROWS
@@ -37,13 +38,14 @@ from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.plan.choice import TURNS, fastest, finalists
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile, Seconds
-from pipetrain.run.step_runner import StepRunner
+from pipetrain.run.control import RunSettings
+from pipetrain.run.step_runner import OwnPaceRunner, StepRunner
 from pipetrain.run.window import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.options import AllReduce, ParameterServer, TransferOptions
 from pipetrain.schemes.scheme import Scheme, UpdateRule
-from pipetrain.schemes.synchrony import RING, Gossip, LocalSGD, Stale, synchrony_of, topology_of
+from pipetrain.schemes.synchrony import RING, Asynchronous, Gossip, LocalSGD, Stale, synchrony_of, topology_of
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
@@ -147,13 +149,36 @@ class TransferStrategy(RunnerStrategy):
 
     @property
     def staleness(self) -> Sequence[int]:
-        """One step for weights that are updated late, in the next step; else none."""
+        """One step for weights that are updated late, in the next step; else none.
+
+        Of workers with a pace of their own it is the largest of the last updates.
+        """
+        if isinstance(self._runner, OwnPaceRunner):
+            return [max((each.staleness for each in self._runner.arrivals.events), default=0)]
         return [int(self._runner is not None and bool(self.plan.late.packs))]
 
     @property
     def readers(self) -> Sequence[str]:
-        """Every worker reads its rows."""
-        return self._devices
+        """Every worker reads its rows; whole minibatches this process reads, and sends them."""
+        return () if self._is_at_own_pace else self._devices
+
+    @property
+    def _is_at_own_pace(self) -> bool:
+        """Whether every worker takes whole minibatches."""
+        return isinstance(self._synchrony, Asynchronous)
+
+    @property
+    def _reads_ahead(self) -> bool:
+        return self._is_at_own_pace or super()._reads_ahead
+
+    def _run_settings(self) -> RunSettings:
+        settings = super()._run_settings()
+        if self._is_at_own_pace and settings.snapshot_every:
+            raise ValueError(
+                "Workers that go at their own pace have no weights of a certain step in common. Received: callbacks "
+                f"with Snapshots, synchrony={self._synchrony!r}. Try leaving these out, or synchrony='stale:1'."
+            )
+        return settings
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new."""
@@ -167,6 +192,11 @@ class TransferStrategy(RunnerStrategy):
             )
         if isinstance(self._order, Plan) and self._order.late.packs:
             check_whole(owner.optimizer, self._scheme.name, "weights that the plan updates late")
+        if self._is_at_own_pace and memory_rows(self.model):
+            raise ValueError(
+                "A worker does not have the minibatch before, of which layers keep rows. Received: stateful layers, "
+                f"synchrony={self._synchrony!r}. Try stateful=False, or synchrony='stale:1'."
+            )
         self._momentum = 0.0
         if self._compression is not None:
             # An embedding's rows are sent as they are, and have no momentum but the optimizer's.
@@ -260,11 +290,15 @@ class TransferStrategy(RunnerStrategy):
         count = len(self._devices)
         workers = [Worker(self._segment, device, n, count) for n, device in enumerate(self._devices)]
         reads = self._compilation.metrics.read_predictions
-        return StepRunner(
+        kind: Any = TransferStep
+        make: Any = StepRunner
+        if isinstance(self._synchrony, Asynchronous):
+            kind, make = OwnPaceStep, partial(OwnPaceRunner, self._synchrony)
+        return make(
             self._weights,
             workers,
             self.plan,
-            lambda plan, begun: TransferStep(
+            lambda plan, begun: kind(
                 self._weights,
                 workers,
                 plan,
@@ -419,9 +453,12 @@ class TransferStrategy(RunnerStrategy):
     def _planned(self, rows: int | None) -> dict[Plan, float]:
         """The plans of the order as simulated, measured where it depends on that."""
         rows_alone = embeddings(self.model, self._segment.trainable_variables)
+        if self._is_at_own_pace:
+            return {ORDERS["none"](self._setting(rows, is_measured=False).workload, True): 1.0}
         setting = replace(self._setting(rows, is_measured(self._order)), join_steps=1)  # as when all is sent
         plans = planned(self._order, setting, rows_alone, self._needs_all or self._is_stale)
         if self._is_stale:
-            plans = {each._replace(pushes=Phase(), late=each.pushes): part for each, part in plans.items()}
+            # Weights that were pulled would share the links with the gradients that are sent then.
+            plans = {each.returning._replace(pushes=Phase(), late=each.pushes): part for each, part in plans.items()}
         # What the steps between two joins take does not depend on the order: trials of few steps would tell nothing.
         return dict([*plans.items()][:1]) if isinstance(self._synchrony, LocalSGD) else plans

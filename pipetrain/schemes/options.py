@@ -18,6 +18,7 @@ from pipetrain.schemes.compression import COMPRESSIONS, Compression, check_compr
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.synchrony import (
+    Asynchronous,
     Gossip,
     Synchrony,
     check_synchrony,
@@ -350,7 +351,8 @@ class ParameterServer(TransferOptions):
         compression: as that of ``AllReduce``; weights come back as they are.
         servers: on how many of the devices the weights and the optimizer's slots are, each layer's on one of them, so
             that each has about as many bytes; None: on all.
-        synchrony: ``synchronous``; or ``stale``, as that of ``AllReduce``.
+        synchrony: ``synchronous``; ``stale``, as that of ``AllReduce``; or ``asynchronous``, where every worker takes
+            whole minibatches at its own pace, ``"asynchronous:3"``, ``pipetrain.Asynchronous(bound=3)``.
     """
 
     name: ClassVar[str] = SERVING
@@ -360,7 +362,8 @@ class ParameterServer(TransferOptions):
     synchrony: str | Synchrony | None = field(
         default=None,
         metadata=described(
-            "when gradients are applied: synchronous, in their own step; or stale:1, while the next one computes",
+            "when gradients are applied: synchronous, in their own step; stale:1, while the next one computes; or "
+            "asynchronous, those of each worker when they are there",
             metavar="NAME[:NUMBER]",
             by_default="synchronous",
         ),
@@ -370,6 +373,12 @@ class ParameterServer(TransferOptions):
         super()._check()
         check_servers(self.servers, self.name)
         check_synchrony(self.synchrony, self.name)
+        check_together(None, self.synchrony, self.compression)
+        if isinstance(synchrony_of(self.synchrony), Asynchronous) and self.order not in (BEST_ORDER, "none"):
+            raise ValueError(
+                "Workers that go at their own pace have no step in which transfers have an order. Received: "
+                f"order={self.order!r}, synchrony={self.synchrony!r}. Try order='none'."
+            )
 
 
 @dataclass(frozen=True, repr=False)

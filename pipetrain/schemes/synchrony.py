@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from pipetrain.schemes.arguments import checked_count, is_count
-from pipetrain.schemes.table import TRANSFERRING
+from pipetrain.schemes.table import SERVING, TRANSFERRING
 
 SYNCHRONOUS = "synchronous"
 REDUCING = "all-reduce"
@@ -101,10 +101,60 @@ class Stale:
         return self.bound == 0
 
 
-Synchrony = LocalSGD | Stale
+@dataclass(frozen=True)
+class Asynchronous:
+    """``"asynchronous"``, ``"asynchronous:BOUND"``: every worker takes whole minibatches and pushes at its own pace.
+
+    A worker that is free takes the next minibatch, with the weights that the servers have then, and its gradients are
+    applied as soon as they are there: an update for each minibatch. None waits for a slower one until the bound is
+    reached: no worker begins a minibatch before all those more than ``bound`` before it have been applied, as in SSP
+    (Ho et al. 2013), so no gradient has a staleness above twice the bound. With 0, one minibatch is trained on after
+    another, as on a single device.
+
+    Which worker takes and applies when depends on how fast they are. ``record`` keeps that order, and each gradient's
+    staleness, in a file; with ``replay`` a run takes the order of such a file, and comes to the same weights, bitwise.
+
+    Args:
+        bound: of the minibatches that may be begun before one that is not applied; None: twice as many as workers.
+        record: a file to write, a line for every minibatch that is taken or applied.
+        replay: a file that was recorded. After its last line workers go on as they are.
+
+    Raises ValueError for a bound below 0, and for a file that is both read and written.
+    """
+
+    name: ClassVar[str] = "asynchronous"
+    bound: int | None = None
+    record: str | None = None
+    replay: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values that it cannot have."""
+        if self.bound is not None:
+            checked_count("bound", self.bound, "A bound is a number of minibatches", 3, least=0)
+        if self.record is not None and self.record == self.replay:
+            raise ValueError(
+                f"An order is recorded in another file than the one that is replayed. Received: record={self.record!r},"
+                f" replay={self.replay!r}. Try record=None."
+            )
+
+    def __str__(self) -> str:
+        return self.name if self.bound is None else f"{self.name}:{self.bound}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Never: a minibatch is not divided among the workers."""
+        return False
+
+    def ahead(self, workers: int) -> int:
+        """The bound, for so many workers."""
+        return 2 * workers if self.bound is None else self.bound
+
+
+Synchrony = LocalSGD | Stale | Asynchronous
 NUMBERED: dict[str, Callable[[int | None], Synchrony]] = {  # names with a number behind a colon, or without
     LocalSGD.name: lambda steps: LocalSGD() if steps is None else LocalSGD(steps),
     Stale.name: lambda bound: Stale() if bound is None else Stale(bound),
+    Asynchronous.name: Asynchronous,
 }
 
 
@@ -125,7 +175,8 @@ def synchrony_of(given: Any) -> Synchrony | None:
         return None
     if name not in NUMBERED or (number and not (number.isascii() and number.isdecimal())):
         raise ValueError(
-            f"Unknown synchrony. Received: synchrony={given!r}. Try {SYNCHRONOUS!r}, 'local:8', or 'stale:1'."
+            f"Unknown synchrony. Received: synchrony={given!r}. "
+            f"Try {SYNCHRONOUS!r}, 'local:8', 'stale:1', or 'asynchronous'."
         )
     return synchrony_of(NUMBERED[name](int(number) if number else None))
 
@@ -137,6 +188,11 @@ def check_synchrony(given: Any, scheme: str) -> None:
         raise ValueError(
             f"Only {' and '.join(TRANSFERRING)} have this. Received: synchrony={given!r}, scheme={scheme!r}. "
             f"Try leaving it out, or scheme={REDUCING!r}."
+        )
+    if isinstance(found, Asynchronous) and scheme != SERVING:
+        raise ValueError(
+            f"Only {SERVING} has weights that each worker may pull by itself. Received: synchrony={given!r}, "
+            f"scheme={scheme!r}. Try scheme={SERVING!r}, or synchrony='stale:1'."
         )
     if isinstance(found, LocalSGD) and scheme != REDUCING:
         raise ValueError(
@@ -285,6 +341,11 @@ def check_topology(given: Any, scheme: str) -> None:
 def check_together(topology: Any, synchrony: Any, compression: Any) -> None:
     """Raise ValueError for options of which each can be, but not together."""
     found, joined = topology_of(topology), synchrony_of(synchrony)
+    if isinstance(joined, Asynchronous) and compression is not None:
+        raise ValueError(
+            "Gradients of single workers are sent as they are. Received: "
+            f"compression={compression!r}, synchrony={synchrony!r}. Try no compression, or synchrony='stale:1'."
+        )
     if found is not None and compression is not None:
         why = "Compressed gradients go to all workers that need them" if found == RING else "Neighbours send weights"
         raise ValueError(

@@ -11,6 +11,7 @@ from pipetrain.plan.profile import Profile
 from pipetrain.schemes.compression import FLOAT_BYTES, Compression, compression_of
 from pipetrain.schemes.synchrony import (
     RING,
+    Asynchronous,
     Gossip,
     LocalSGD,
     Stale,
@@ -101,6 +102,11 @@ def setting_of(
     serves = scheme == SERVING
     check_together(topology, synchrony, compression)
     sends = topology_of(topology)
+    if isinstance(synchrony_of(synchrony), Asynchronous):
+        raise ValueError(
+            "Workers that take minibatches at their own pace are not simulated. Received: "
+            f"synchrony={synchrony!r}. Try synchrony='stale:1', or training with it."
+        )
     workload = workload_of(profile, workers, message_of(cluster, workers, serves, sends))
     # Logical devices of a processor have one pool of threads, all of which do what servers are given.
     shares = serves and servers is None and cluster.slowest(workers) == SHARED_MEMORY

@@ -373,6 +373,56 @@ class TransferStep:
         return collected(self._host, losses, penalties, outputs, self._record, self._returns_outputs)
 
 
+class OwnPaceStep(TransferStep):
+    """The functions of workers that each make steps of their own with the weights of servers."""
+
+    def read(self) -> list[tf.Tensor]:
+        """The weights as the servers have them; holding them keeps this version."""
+        (weights,) = self._weights
+        values = {n: value for group in weights.groups for n, value in zip(group.numbers, group.weights(), strict=True)}
+        return [values[n] for n in range(len(weights.variables))]
+
+    def prepare_worker(self, worker: int) -> None:
+        """Trace a worker's function, which threads call at once."""
+        *_, differentiable, constants, shares = self._made.structured_input_signature[0]
+        function = tf.function(packing_captures(partial(self._computed, worker)), autograph=False)
+        like = specs(self._weights[0].variables)
+        self._functions[worker] = function.get_concrete_function(like, ((differentiable, constants), shares))
+        if "apply" not in self._functions:
+            gradients = self._functions[worker].structured_outputs[1]
+            given = [each if each is None else tf.type_spec_from_value(each) for each in gradients]
+            apply = tf.function(packing_captures(self._applied), autograph=False)
+            self._functions["apply"] = apply.get_concrete_function(given)
+
+    def compute(self, worker: int, weights: Sequence[tf.Tensor], rows: Rows) -> tuple[StepResult, list[Any]]:
+        """The result of a minibatch, and its gradients on the servers."""
+        found: tuple[StepResult, list[Any]] = self._functions[worker](list(weights), (rows.inputs, rows.shares))
+        return found
+
+    def apply(self, gradients: Sequence[Any]) -> None:
+        """Update the weights by a minibatch's gradients."""
+        self._functions["apply"](list(gradients))
+
+    def _computed(self, worker: int, weights: Sequence[tf.Tensor], given: Any) -> tuple[StepResult, list[Any]]:
+        device = self._workers[worker].device
+        there = [sent(value, self._server[n], device, []) for n, value in enumerate(weights)]
+        made = self._run(worker, there, *given)
+        self._workers[worker].assign(self._weights[0].assigned, made.state)
+        gradients = [
+            None if each is None else _on_server(each, device, self._server[n]) for n, each in enumerate(made.gradients)
+        ]
+        return self._result([worker], [made]), gradients
+
+    def _applied(self, gradients: Sequence[Any]) -> None:
+        (weights,) = self._weights
+        weights.apply(weights.groups, _of({n: each for n, each in enumerate(gradients) if each is not None}))
+
+
+def _on_server(gradient: Any, device: str, server: str) -> Any:
+    """A gradient, or an embedding's rows, on the server of its weights."""
+    return tf.nest.map_structure(lambda each: sent(each, device, server, []), gradient, expand_composites=True)
+
+
 OnDevice = tuple[str, Any]  # what was made on a device
 
 
