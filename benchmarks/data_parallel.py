@@ -117,7 +117,10 @@ class Way:
 
         import pipetrain
 
-        self.scheme, self.order, self._rows = scheme, order, options.rows * len(devices)
+        self._is_at_own_pace = less.get("synchrony", "").startswith("asynchronous")
+        # Workers at their own pace have whole minibatches.
+        self.scheme, self.order = scheme, order
+        self._rows = options.rows * (1 if self._is_at_own_pace else len(devices))
         model, self._x = made(options.network, self._rows, options.steps)
         on = options.servers if scheme == SERVING else None
         how = with_options(scheme, order=order, servers=on, **less)
@@ -144,13 +147,15 @@ class Way:
         return self._pm._strategy.plan
 
     def predicted_ms(self, part: str) -> float | None:
-        """What the simulator says of its plan; None of a part of a step."""
+        """What the simulator says of its plan; None of a part of a step, and of workers at their own pace."""
         from pipetrain.simulation.data_parallel import simulate_plan
 
         setting, plan = self._pm._strategy._setting(self._rows), self.plan
         if setting.is_stale:  # what the simulator takes for the plan of the step that has made the gradients
             plan = plan._replace(pushes=plan.late, late=Phase())
-        return None if part == "forward" else 1e3 * simulate_plan(setting, plan, 4).step_s
+        if part == "forward" or self._is_at_own_pace:
+            return None
+        return 1e3 * simulate_plan(setting, plan, 4).step_s
 
 
 class Peer:

@@ -14,7 +14,7 @@ from experiments import optimizers
 from experiments.datasets import Dataset
 from experiments.networks import input_shape, parameters
 from pipetrain.schemes.compression import COMPRESSIONS, Int8, TopK
-from pipetrain.schemes.options import AllReduce, SpecTrain, TwoBW, Vanilla
+from pipetrain.schemes.options import AllReduce, ParameterServer, SpecTrain, TwoBW, Vanilla
 from pipetrain.schemes.synchrony import LocalSGD
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ SENDING: dict[str, Mapping[str, Any]] = {
         for steps in (8, 32)
     },
     "all-reduce/stale:1": {"scheme": AllReduce(ORDER, synchrony="stale:1")},
+    **{
+        f"parameter-server/{synchrony}": {"scheme": ParameterServer(ORDER, synchrony=synchrony)}
+        for synchrony in ("asynchronous", "asynchronous:3")
+    },
     "all-reduce/ring": {"scheme": AllReduce(ORDER, topology="ring")},
     **{
         f"all-reduce/{name}": {"scheme": AllReduce(ORDER, topology=name)}

@@ -261,9 +261,14 @@ class Arrivals:
             self._file.write_text("", encoding="utf-8")
         self._due = deque[Event]() if replay is None else deque(_events(Path(replay)))
 
+    @property
+    def due(self) -> Event | None:
+        """What is to be done next; None for anything."""
+        return self._due[0] if self._due else None
+
     def is_due(self, what: str, worker: int) -> bool:
         """Whether a worker may do this next."""
-        return not self._due or (self._due[0].what, self._due[0].worker) == (what, worker)
+        return self.due is None or (self.due.what, self.due.worker) == (what, worker)
 
     def add(self, event: Event) -> None:
         """It was done."""
@@ -305,10 +310,12 @@ class Exchange:
 
     Args:
         arrivals: whose turn it is.
+        workers: how many there are.
     """
 
-    def __init__(self, arrivals: Arrivals) -> None:
-        self._arrivals, self._changed = arrivals, threading.Condition()
+    def __init__(self, arrivals: Arrivals, workers: int) -> None:
+        self._arrivals, self._workers, self._changed = arrivals, workers, threading.Condition()
+        self._busy: set[int] = set()  # the workers that have a minibatch
         self._posted: deque[Posted] = deque()
         self._results: dict[int, Result] = {}
         self._is_closed = False
@@ -326,6 +333,7 @@ class Exchange:
         with self._changed:
             self._await(lambda: bool(self._posted) and self._arrivals.is_due(TAKEN, worker))
             posted = self._posted.popleft()
+            self._busy.add(worker)
             value = read()
             self._arrivals.add(Event(TAKEN, first + posted.number, worker, 0))
             self._changed.notify_all()
@@ -340,14 +348,32 @@ class Exchange:
             apply()
             self._arrivals.add(Event(APPLIED, first + posted.number, worker, self.applied - version))
             self._results[posted.number] = result
+            self._busy.remove(worker)
             self.applied += 1
             self._changed.notify_all()
 
     def result(self, number: int) -> Result:
-        """That of a minibatch, when it has been applied."""
+        """That of a minibatch, when it has been applied; no minibatch is posted meanwhile.
+
+        Raises ValueError where what is due in a replay can then never be done.
+        """
         with self._changed:
-            self._await(lambda: number in self._results)
+            self._await(lambda: number in self._results or self._is_stuck())
+            if number not in self._results:
+                raise ValueError(
+                    "This run is not the one that was recorded. Received: replay= with "
+                    f"{' '.join(map(str, self._arrivals.due or ()))!r} as what is done next. Try the data, the workers, "
+                    "the bound and the checkpoints of that run."
+                )
             return self._results.pop(number)
+
+    def _is_stuck(self) -> bool:
+        due = self._arrivals.due
+        if due is None:
+            return False
+        if due.what == APPLIED:
+            return due.worker not in self._busy
+        return not self._posted or due.worker in self._busy or due.worker >= self._workers
 
     def close(self) -> None:
         """Nothing is waited for any more."""
@@ -401,7 +427,7 @@ class OwnPaceRunner(StepRunner):
         self.sends_ahead = False
         self.window = synchrony.ahead(len(self._workers)) + 1
         self.arrivals = Arrivals(synchrony.record, synchrony.replay)
-        self.exchange, self.control = Exchange(self.arrivals), Control(RunSettings())
+        self.exchange, self.control = self._new_exchange(), Control(RunSettings())
         self._threads: list[OwnPaceWorker] = []
         self._taken = 0  # results
 
@@ -463,11 +489,14 @@ class OwnPaceRunner(StepRunner):
             self._await_writes()
         self._run = settings  # of which shares know whether a loss is a mean
         self._whole = [self._shares_of(worker.device, 1.0) for worker in self._workers]
-        self.exchange, self.control, self._taken = Exchange(self.arrivals), Control(settings), 0
+        self.exchange, self.control, self._taken = self._new_exchange(), Control(settings), 0
         self.control.boxes.append(self.exchange)
         self._threads = [OwnPaceWorker(worker, self) for worker in range(len(self._workers))]
         for thread in self._threads:
             thread.start()
+
+    def _new_exchange(self) -> Exchange:
+        return Exchange(self.arrivals, len(self._workers))
 
     def _rest(self) -> None:
         """All minibatches are applied; their results are kept for who takes them."""

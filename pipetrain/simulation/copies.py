@@ -18,7 +18,7 @@ from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, TransferOptions, name_of
-from pipetrain.schemes.synchrony import Gossip, LocalSGD, Stale, synchrony_of
+from pipetrain.schemes.synchrony import Asynchronous, Gossip, LocalSGD, Stale, synchrony_of
 from pipetrain.schemes.table import CODED, DATA_PARALLEL, GRID, SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import ONE_BY_ONE, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Phase, Plan, Workload
@@ -91,6 +91,8 @@ class Copies:
         way = servers, compression, synchrony, topology
         setting = setting_of(self._profile, name, self._devices, self._cluster, *way)
         plan, workload, step_s = _estimated(setting, named)
+        if isinstance(joined, Asynchronous):  # as if all had a minibatch each, and waited for each other
+            step_s /= self._devices
         weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster, servers)
         # What messages have lacked so far, beside the gradients that arrive of all at once.
         kept = 0 if compression is None else int(compression.error_feedback) + 1

@@ -72,6 +72,11 @@ def simulate_order(
     """
     check_order(order, scheme)
     check_servers(servers, scheme)
+    if isinstance(synchrony_of(synchrony), Asynchronous):
+        raise ValueError(
+            "Workers that take minibatches at their own pace are not simulated. Received: "
+            f"synchrony={synchrony!r}. Try synchrony='stale:1', or PipelineModel.explain, which estimates it."
+        )
     setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers, compression, synchrony, topology)
     plan = auto(setting) if order == AUTO else ORDERS[order](setting.workload, setting.serves)
     return simulate_plan(setting, plan, max(minibatches, setting.join_steps), **options)
@@ -101,17 +106,13 @@ def setting_of(
         )
     serves = scheme == SERVING
     check_together(topology, synchrony, compression)
-    sends = topology_of(topology)
-    if isinstance(synchrony_of(synchrony), Asynchronous):
-        raise ValueError(
-            "Workers that take minibatches at their own pace are not simulated. Received: "
-            f"synchrony={synchrony!r}. Try synchrony='stale:1', or training with it."
-        )
-    workload = workload_of(profile, workers, message_of(cluster, workers, serves, sends))
+    sends, joining = topology_of(topology), synchrony_of(synchrony)
+    parts = 1 if isinstance(joining, Asynchronous) else workers  # of each minibatch
+    workload = workload_of(profile, parts, message_of(cluster, workers, serves, sends))
     # Logical devices of a processor have one pool of threads, all of which do what servers are given.
     shares = serves and servers is None and cluster.slowest(workers) == SHARED_MEMORY
     caller_s = between_steps_s(profile, cluster)
-    compressing, joining, gradient_bytes = compression_of(compression), synchrony_of(synchrony), None
+    compressing, gradient_bytes = compression_of(compression), None
     if compressing is not None:
         gradient_bytes = tuple(compressing.sent_bytes(squarish(each // FLOAT_BYTES)) for each in workload.sizes_bytes)
     return Setting(

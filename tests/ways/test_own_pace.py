@@ -142,6 +142,26 @@ def test_an_interrupt_leaves_the_weights_of_what_was_applied():
     assert all(np.isfinite(each).all() for each in pm.get_weights())
 
 
+def test_an_order_that_cannot_be_is_no_deadlock(tmp_path):
+    """Recorded with another bound, with more workers, or of a run that drains elsewhere."""
+    file = str(tmp_path / "order")
+    trained(Asynchronous(6, record=file), epochs=1)
+    problem = "not the one that was recorded"
+    with pytest.raises(ValueError, match=problem):
+        trained(Asynchronous(0, replay=file), epochs=1)
+    with pytest.raises(ValueError, match=problem):
+        trained(Asynchronous(6, replay=file), epochs=1, devices=DEVICES[:1])
+    with pytest.raises(ValueError, match=problem):
+        trained(Asynchronous(6, replay=file), epochs=1, data=networks.data(30))
+
+
+def test_it_is_estimated_beside_other_ways():
+    assert "parameter-server, synchrony asynchronous" in str(made().explain(60))
+    with pytest.raises(ValueError, match="not simulated"):
+        pipetrain.simulate_order(pipetrain.profile(networks.small(), 12), "parameter-server", 2,
+                                 synchrony="asynchronous")  # fmt: skip
+
+
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Only parameter-server"):
         pipetrain.AllReduce(synchrony="asynchronous")
