@@ -87,7 +87,7 @@ WAYS: dict[str, Way] = {
     "grid, workers": Way("grid", workers=2, options={"grid": (2, 1)}),
     "all-reduce, int8": Way("all-reduce", options={"compression": "int8"}),
     "all-reduce, top-k": Way("all-reduce", options={"compression": "top-k:0.1"}),
-    "all-reduce, local": Way("all-reduce", options={"synchrony": "local:4"}),
+    "all-reduce, local": Way("all-reduce", options={"synchrony": "local:4"}, drains=True),
     "spectrain, memory": Way("spectrain", workers=2, memory=True),
     "1f1b, memory": Way("1f1b", workers=2, options={"microbatches": 2}, memory=True),
     "all-reduce, memory": Way("all-reduce", workers=2, memory=True),
