@@ -119,11 +119,11 @@ class Way:
 
         self._is_at_own_pace = less.get("synchrony", "").startswith("asynchronous")
         # Workers at their own pace have whole minibatches.
-        self.scheme, self.order = scheme, order
+        self.scheme, self.order = scheme, "none" if self._is_at_own_pace else order
         self._rows = options.rows * (1 if self._is_at_own_pace else len(devices))
         model, self._x = made(options.network, self._rows, options.steps)
         on = options.servers if scheme == SERVING else None
-        how = with_options(scheme, order=order, servers=on, **less)
+        how = with_options(scheme, order=self.order, servers=on, **less)
         self._pm = pipetrain.PipelineModel(model, scheme=how, devices=devices)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
@@ -241,7 +241,7 @@ def train(options: argparse.Namespace) -> None:
                 way = Way(options, scheme, options.compressed_order, devices, **less)
                 way.turn(counts=False)
                 ways.append(way)
-                names.append([f"{options.compressed_order} and {', '.join(less.values())}"])
+                names.append([f"{way.order} and {', '.join(less.values())}"])
         print(MEASURED, flush=True)
         for packs in PACKS if options.peer and options.part == "step" else ():
             peer = Peer(packs, peer_command(options, options.addresses, 0, packs), options.steps)

@@ -294,7 +294,7 @@ def _events(file: Path) -> list[Event]:
         ) from error
 
 
-class Posted(NamedTuple):
+class Queued(NamedTuple):
     """A minibatch, its number since the weights were taken from the model, and the learning rate of its step."""
 
     number: int
@@ -316,7 +316,7 @@ class Exchange:
     def __init__(self, arrivals: Arrivals, workers: int) -> None:
         self._arrivals, self._workers, self._changed = arrivals, workers, threading.Condition()
         self._busy: set[int] = set()  # the workers that have a minibatch
-        self._posted: deque[Posted] = deque()
+        self._posted: deque[Queued] = deque()
         self._results: dict[int, Result] = {}
         self._is_closed = False
         self.begun = self.applied = 0  # minibatches that were posted, and that were applied
@@ -324,11 +324,11 @@ class Exchange:
     def post(self, x: list[tf.Tensor], targets: Any, rate: float | None) -> None:
         """A minibatch more."""
         with self._changed:
-            self._posted.append(Posted(self.begun, x, targets, rate))
+            self._posted.append(Queued(self.begun, x, targets, rate))
             self.begun += 1
             self._changed.notify_all()
 
-    def take(self, worker: int, first: int, read: Callable[[], Value]) -> tuple[Posted, int, Value]:
+    def take(self, worker: int, first: int, read: Callable[[], Value]) -> tuple[Queued, int, Value]:
         """The next minibatch, when it is this worker's turn; how many were applied before; and what is read then."""
         with self._changed:
             self._await(lambda: bool(self._posted) and self._arrivals.is_due(TAKEN, worker))
@@ -340,7 +340,7 @@ class Exchange:
             return posted, self.applied, value
 
     def bring(
-        self, worker: int, first: int, posted: Posted, version: int, result: Result, apply: Callable[[], None]
+        self, worker: int, first: int, posted: Queued, version: int, result: Result, apply: Callable[[], None]
     ) -> None:
         """Apply a minibatch's gradients, when it is this worker's turn."""
         with self._changed:
@@ -360,10 +360,10 @@ class Exchange:
         with self._changed:
             self._await(lambda: number in self._results or self._is_stuck())
             if number not in self._results:
+                due = " ".join(map(str, self._arrivals.due or ()))
                 raise ValueError(
-                    "This run is not the one that was recorded. Received: replay= with "
-                    f"{' '.join(map(str, self._arrivals.due or ()))!r} as what is done next. Try the data, the workers, "
-                    "the bound and the checkpoints of that run."
+                    f"This run is not the one that was recorded. Received: replay= with {due!r} as what is done next. "
+                    "Try the data, the workers, the bound and the checkpoints of that run."
                 )
             return self._results.pop(number)
 
@@ -449,7 +449,7 @@ class OwnPaceRunner(StepRunner):
         """The weights as they are."""
         return self._step.read()
 
-    def compute(self, worker: int, posted: Posted, weights: Any) -> tuple[Result, Any]:
+    def compute(self, worker: int, posted: Queued, weights: Any) -> tuple[Result, Any]:
         """A minibatch's result and gradients, by one of the threads."""
         device = self._workers[worker].device
         x, targets = posted.x, posted.targets
@@ -461,7 +461,7 @@ class OwnPaceRunner(StepRunner):
         finish(device)  # what fails does so here
         return Result(made.loss, made.output), gradients
 
-    def apply(self, worker: int, posted: Posted, gradients: Any, start_s: float) -> None:
+    def apply(self, worker: int, posted: Queued, gradients: Any, start_s: float) -> None:
         """Update the weights; one thread at a time."""
         self._set_rates(posted.rate)
         self._step.apply(gradients)

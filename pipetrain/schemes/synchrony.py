@@ -115,7 +115,7 @@ class Asynchronous:
     staleness, in a file; with ``replay`` a run takes the order of such a file, and comes to the same weights, bitwise.
 
     Args:
-        bound: of the minibatches that may be begun before one that is not applied; None: twice as many as workers.
+        bound: of the minibatches that may be begun before one that is not applied; None: as many as workers.
         record: a file to write, a line for every minibatch that is taken or applied.
         replay: a file that was recorded. After its last line workers go on as they are.
 
@@ -147,7 +147,7 @@ class Asynchronous:
 
     def ahead(self, workers: int) -> int:
         """The bound, for so many workers."""
-        return 2 * workers if self.bound is None else self.bound
+        return workers if self.bound is None else self.bound
 
 
 Synchrony = LocalSGD | Stale | Asynchronous

@@ -130,7 +130,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="Only all-reduce"):
         pipetrain.ParameterServer(synchrony="local:2")
     with pytest.raises(ValueError, match="Unknown synchrony"):
-        pipetrain.AllReduce(synchrony="asynchronous")
+        pipetrain.AllReduce(synchrony="eventual")
     with pytest.raises(ValueError, match=r"topology='gossip', synchrony='stale:1'"):
         pipetrain.AllReduce(topology="gossip", synchrony="stale:1")
     with pytest.raises(ValueError, match="Only all-reduce and parameter-server"):
