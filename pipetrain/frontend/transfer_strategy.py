@@ -154,7 +154,7 @@ class TransferStrategy(RunnerStrategy):
         Of workers with a pace of their own it is the largest of the last updates.
         """
         if isinstance(self._runner, OwnPaceRunner):
-            return [max((each.staleness for each in self._runner.arrivals.events), default=0)]
+            return [max((each.staleness for each in [*self._runner.arrivals.events]), default=0)]
         return [int(self._runner is not None and bool(self.plan.late.packs))]
 
     @property

@@ -1,4 +1,7 @@
-"""Runs training steps over several devices, each one function, and sends the rows of the next one meanwhile."""
+"""Runs training steps over several devices, each one function, and sends the rows of the next one meanwhile.
+
+Or each worker's steps are functions of its own, which threads call at their own pace.
+"""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_nobody_waits_for_a_slow_worker_up_to_the_bound(tmp_path):
         trained(Asynchronous(bound, record=str(file)), make=lambda model=model: model, epochs=1)
         found = events(file)
         staleness = max(int(each[3]) for each in found if each[0] == "applied")
-        assert bound <= staleness <= 2 * bound or staleness == bound, found
+        assert bound <= staleness <= 2 * bound, found
         open_, begun = set(), -1
         for what, number, *_ in found:
             begun = max(begun, int(number))
@@ -157,9 +157,9 @@ def test_an_order_that_cannot_be_is_no_deadlock(tmp_path):
 
 def test_it_is_estimated_beside_other_ways():
     assert "parameter-server, synchrony asynchronous" in str(made().explain(60))
+    profile = pipetrain.profile(networks.small(), 12)
     with pytest.raises(ValueError, match="not simulated"):
-        pipetrain.simulate_order(pipetrain.profile(networks.small(), 12), "parameter-server", 2,
-                                 synchrony="asynchronous")  # fmt: skip
+        pipetrain.simulate_order(profile, "parameter-server", 2, synchrony="asynchronous")
 
 
 def test_what_cannot_be_is_refused(tmp_path):
