@@ -139,7 +139,10 @@ class Way:
         self._pm.fit(
             self._x, np.zeros(len(self._x), "int32"), batch_size=self._rows, verbose=0, shuffle=False, callbacks=[clock]
         )
-        self.turns_ms += [[1e3 * each for each in np.diff(ends)[:-1]]] if counts else []  # the last sends no rows ahead
+        taken_ms = [1e3 * each for each in np.diff(ends)[:-1]]  # the last sends no rows ahead
+        if self._is_at_own_pace:  # results of several workers come at once
+            taken_ms = [statistics.mean(taken_ms)]
+        self.turns_ms += [taken_ms] if counts else []
 
     @property
     def plan(self) -> Plan:

@@ -89,7 +89,8 @@ class Stale:
         if checked_count("bound", self.bound, "A bound is a number of updates", 1, least=0) > 1:
             raise ValueError(
                 "A step of all workers is one function, in which the transfers of the step before can hide, and no "
-                f"more. Received: bound={self.bound!r}. Try bound=1."
+                f"more. Received: bound={self.bound!r}. Try bound=1, or pipetrain.ParameterServer(synchrony="
+                f"'asynchronous:{self.bound}'), whose workers go at their own pace."
             )
 
     def __str__(self) -> str:
