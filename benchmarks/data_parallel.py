@@ -118,9 +118,8 @@ class Way:
         import pipetrain
 
         self._is_at_own_pace = less.get("synchrony", "").startswith("asynchronous")
-        # Workers at their own pace have whole minibatches.
         self.scheme, self.order = scheme, "none" if self._is_at_own_pace else order
-        self._rows = options.rows * (1 if self._is_at_own_pace else len(devices))
+        self._rows = options.rows * len(devices)  # of a minibatch, which one worker at its own pace has all of
         model, self._x = made(options.network, self._rows, options.steps)
         on = options.servers if scheme == SERVING else None
         how = with_options(scheme, order=self.order, servers=on, **less)
