@@ -15,11 +15,11 @@ class HalfWay:
     def forward(self, reader: Reader) -> Read:
         """The weights of F: the version that it finds, and how many updates ahead."""
         found = reader.newest()
-        return Read(found, (reader.minibatch - found) // 2)
+        return Read(found, (reader.current() - found) // 2)
 
     def backward(self, reader: Reader) -> Read:
         """The weights of B: the version that it finds."""
-        return Read(reader.minibatch)
+        return Read(reader.current())
 
 
 half_way = Scheme("half-way", ASYNCHRONOUS, HalfWay(), "asynchronous, predicted half as far")

@@ -90,9 +90,12 @@ COMMANDS = (
         "2 s",
     ),
     Command(
-        "ordered_transfers", "TicTac, iBatch and CARAMEL",
-        "--paper tictac --network vgg16 --nodes 2 --output {output}/ordered_transfers.json",
-        "--output {output}/ordered_transfers.json", "10 min",
+        "ordered_transfers", "TicTac, iBatch and CARAMEL", "--network googlenet --nodes 2 --output {output}",
+        "--output {output}", "4 min",
+    ),
+    Command(
+        "coded_reduce", "CodedReduce on 84 and on 156 workers", "--tree 4,1 --row-us 10 --steps 4 --output {output}",
+        "--output {output}", "1 min",
     ),
     Command("which_way", "which way to train wins where", "--model vgg16 --devices 4 --gbit 10", "", "10 min"),
 )  # fmt: skip

@@ -61,9 +61,10 @@ def gather(output: Path) -> list[Run]:
     return sorted(found, key=_place)
 
 
-def _place(run: Run) -> tuple[str, int, str, int]:
+def _place(run: Run) -> tuple[str, int, str, str, int]:
     settings = run.settings
-    return settings.model, NAMES.index(settings.scheme), settings.label, settings.seed
+    at = NAMES.index(settings.scheme) if settings.scheme in NAMES else len(NAMES)
+    return settings.model, at, settings.scheme, settings.label, settings.seed
 
 
 def check_alike(settings: Iterable[Settings]) -> None:

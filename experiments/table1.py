@@ -85,8 +85,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         type=variant,
         metavar="NAME[/HORIZON][/M=N]",
-        help=f"how to train ({', '.join(table.NAMES)}), with how far it predicts and its microbatches where it has "
-        f"them, such as spectrain/target/M=2; or FILE.csv, a schedule, or FILE.py:NAME, a scheme or a policy of your "
+        help=f"how to train ({', '.join(table.EVERY_NAME)}), with how far it predicts and its microbatches where it "
+        f"has them, such as spectrain/target/M=2; or FILE.csv, a schedule, or FILE.py:NAME, a scheme or policy of your "
         f"own; may be given several times (default: {', '.join(SCHEMES)})",
     )
     parser.add_argument("--steps", type=count, default=5000, metavar="N", help="minibatches (default: 5000)")

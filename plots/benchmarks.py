@@ -1,13 +1,13 @@
-"""Draw the tables of docs/benchmarks that the summary shows: two cores, two and three hosts, planned memory.
+"""Draw figures of docs/ from the CSV files beside them: two cores, hosts, planned memory, Table 1's accuracy.
 
 examples:
-  python plots/benchmarks.py --output docs/benchmarks
+  python plots/benchmarks.py --output docs
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,11 +30,13 @@ from pipetrain.pictures.figure import (
     on_white,
     plain,
 )
-from plots.style import NARROW, save
+from plots.style import NARROW, colour_of, save
 
-PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
+PAGES = Path(__file__).parents[1] / "docs"
 Sides: TypeAlias = "dict[str, tuple[list[float], str]]"  # the values of each, and its colour
+SIDES = {"planned": LIGHT, "measured": BLUE}
 BAR = 0.38  # of a row, where it has two bars
+MARKS = "osDv^P"
 
 
 def main() -> None:
@@ -42,23 +44,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
     parser.add_argument("--output", type=Path, default=Path(), help="the folder to write to (default: this one)")
     options = parser.parse_args()
-    for name, figure in {"two-cores": two_cores(), "hosts": hosts(), "memory": memory()}.items():
-        print(save(figure, options.output / f"{name}.png"))
+    figures = {"benchmarks/two-cores": two_cores, "benchmarks/hosts": hosts, "benchmarks/memory": memory}
+    for name, drawn in {**figures, "results/table1": accuracy}.items():
+        path = options.output / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(save(drawn(), path))
 
 
-def table(page: str, header: str) -> list[list[str]]:
-    """The rows below the line that begins with ``header``, cell by cell."""
-    text = (PAGES / page).read_text(encoding="utf-8")
-    lines = text[text.index(header) :].partition("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def number(cell: str) -> float:
-    """The first number of a cell: of ``1.22 (1.06 - 1.53)`` 1.22."""
-    found = re.search(r"\d+\.?\d*", cell)
-    if not found:
-        raise ValueError(f"A cell has no number. Received: {cell!r}.")
-    return float(found[0])
+def rows_of(name: str) -> list[dict[str, str]]:
+    """The rows of a CSV file beside the pages."""
+    with (PAGES / name).open(encoding="utf-8") as file:
+        return [*csv.DictReader(file)]
 
 
 @on_white
@@ -66,21 +62,20 @@ def two_cores() -> Picture:
     """Samples/s of two cores over those of one, of exact ways and of predicted weights."""
     figure = Picture(NARROW, 8)
     upper, lower = figure.subplots(2, 1, height_ratios=(6, 10))
-    rows = table("throughput.md", "| | Keras, 1 core | `1f1b` | `zb-h1`")
-    names = [row[0].partition(",")[0] for row in rows]
-    ours = [max(number(row[2]), number(row[4])) for row in rows]
+    rows = rows_of("benchmarks/synchronous.csv")
     pipelines: Sides = {
-        "pipetrain, best exact pipeline": (ours, BLUE),
-        "PyTorch, best pipeline": ([number(row[7]) for row in rows], LIGHT),
+        "pipetrain, best exact pipeline": ([max(float(row["1f1b"]), float(row["zb-h2"])) for row in rows], BLUE),
+        "PyTorch, best pipeline": ([float(row["PyTorch's best"]) for row in rows], LIGHT),
     }
-    _pairs(upper, names, pipelines, "Exact pipelines, against one core (Xeon)")
-    rows = table("auto.md", "| network | one device, samples/s")
+    _pairs(upper, [row["network"] for row in rows], pipelines, "Exact pipelines, against one core (Xeon)")
+    rows = rows_of("benchmarks/auto.csv")
+    exact = ("all-reduce", "parameter-server", "1f1b, 4", "zb-h2, 4", "zb-v, 2")
     sides: Sides = {
-        "pipetrain, predicted weights": ([number(row[8]) for row in rows], ORANGE),
-        "pipetrain, best exact way": ([max(map(number, row[3:8])) for row in rows], BLUE),
-        "Keras, MirroredStrategy": ([number(row[2]) for row in rows], LIGHT),
+        "pipetrain, predicted weights": ([float(row["spectrain, target"]) for row in rows], ORANGE),
+        "pipetrain, best exact way": ([max(float(row[way]) for way in exact) for row in rows], BLUE),
+        "Keras, MirroredStrategy": ([float(row["data-parallel"]) for row in rows], LIGHT),
     }
-    names = [row[0].partition(",")[0].partition(" of ")[0] for row in rows]
+    names = [row["network"].partition(",")[0].partition(" of ")[0] for row in rows]
     _pairs(lower, names, sides, "All ways, against one device (EPYC)")
     return figure
 
@@ -88,14 +83,16 @@ def two_cores() -> Picture:
 @on_white
 def hosts() -> Picture:
     """A step of MultiWorkerMirroredStrategy over one of ``auto``, network by network."""
-    rows = table("data_parallel.md", "| network | hosts | Mb/s | `all-reduce`: of the best")
-    figure = Picture(NARROW, height_of(len(rows)))
+    rows = rows_of("benchmarks/hosts.csv")
+    names = [*dict.fromkeys(map(_of_hosts, rows))]
+    figure = Picture(NARROW, height_of(len(names)))
     panel = figure.subplots()
-    for at, row in enumerate(rows):
-        for column, colour, marker in ((5, BLUE, "o"), (6, BLUE, "D"), (9, VERMILION, "o"), (10, VERMILION, "D")):
+    for row in rows:
+        colour = BLUE if row["scheme"] == "all-reduce" else VERMILION
+        for column, marker in (("over own packs", "o"), ("over packs of 1 MiB", "D")):
             panel.plot(
-                number(row[column]),
-                at,
+                float(row[column]),
+                names.index(_of_hosts(row)),
                 marker,
                 color=colour,
                 markersize=6,
@@ -109,7 +106,7 @@ def hosts() -> Picture:
     ):
         panel.plot([], [], marker, color=colour, markerfacecolor=colour if marker == "o" else "none", label=name)
     panel.axvline(1, color=GREY, linewidth=1)
-    name_rows(panel, [f"{row[0]}, {row[1]} hosts, {row[2]}" + ("" if "limit" in row[2] else " Mb/s") for row in rows])
+    name_rows(panel, names)
     plain(panel, "times as fast")
     _legend(panel, "Packs of the strategy")
     return figure
@@ -118,18 +115,38 @@ def hosts() -> Picture:
 @on_white
 def memory() -> Picture:
     """Planned and measured bytes of the fullest device, way by way."""
-    rows = [row for row in table("memory.md", "| | planned | measured |") if row[0] != "`data-parallel`"]
+    rows = [row for row in rows_of("benchmarks/memory.csv") if row["way"] != "data-parallel"]
     figure = Picture(NARROW, 0.75 * height_of(2 * len(rows)))
     panel = figure.subplots()
-    sides = {"planned": ([number(row[1]) for row in rows], LIGHT), "measured": ([number(row[2]) for row in rows], BLUE)}
-    _pairs(
-        panel,
-        [row[0].replace("`", "") for row in rows],
-        sides,
-        "The fullest device",
-        "multiples of the model's weights",
-    )
+    sides = {side: ([float(row[side]) for row in rows], colour) for side, colour in SIDES.items()}
+    _pairs(panel, [row["way"] for row in rows], sides, "The fullest device", "multiples of the model's weights")
     return figure
+
+
+@on_white
+def accuracy() -> Picture:
+    """The best validation accuracy of each scheme, in points against one device, with the 95% interval."""
+    rows = [row for row in rows_of("results/table1.csv") if row["figure"].startswith("against")]
+    networks, schemes = ([*dict.fromkeys(row[key] for row in rows)] for key in ("network", "scheme"))
+    figure = Picture(NARROW, height_of(len(networks) * len(schemes)) * 0.6)
+    panel = figure.subplots()
+    for place, scheme in enumerate(schemes):
+        name = scheme.replace("/", "-").replace("=", "")
+        mine = {row["network"]: row for row in rows if row["scheme"] == scheme}
+        at = [n + (place - (len(schemes) - 1) / 2) * BAR / 2 for n, each in enumerate(networks) if each in mine]
+        means, widths = ([float(each[key]) for each in mine.values()] for key in ("mean", "half_width"))
+        panel.errorbar(means, at, xerr=widths, fmt=MARKS[place], color=colour_of(name), label=scheme, markersize=5)
+    panel.axvline(0, color=GREY, linewidth=1)
+    name_rows(panel, networks)
+    plain(panel, "points of accuracy against one device")
+    _legend(panel, "Table 1: highest validation accuracy")
+    return figure
+
+
+def _of_hosts(row: dict[str, str]) -> str:
+    """What a row of hosts.csv is of."""
+    rate = row["Mb/s"] if "limit" in row["Mb/s"] else f"{row['Mb/s']} Mb/s"
+    return f"{row['network']}, {row['hosts']} hosts, {rate}"
 
 
 def _legend(panel: Axes, title: str) -> None:

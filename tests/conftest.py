@@ -10,6 +10,7 @@ import threading
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -22,6 +23,11 @@ gc.set_threshold(50_000, 10, 10)
 
 # A shell lets what it runs in the background ignore this signal, and so would all processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# How long an example takes is the machine's, which others may load.
+hypothesis.settings.register_profile("pipetrain", deadline=None)
+hypothesis.settings.load_profile("pipetrain")
 
 
 def pytest_collectstart(collector):

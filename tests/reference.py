@@ -274,6 +274,8 @@ class Copy:
                 ahead = i - version + self.k // 2
             case "local":
                 version, ahead = newest, i - newest
+            case other:
+                raise ValueError(f"The reference has no rule for {other}.")
         done, every = self.before + version, self.settings.every
         ahead = (done + ahead) // every - done // every if every > 1 else ahead
         return self.predicted(version, ahead, self.ratios[version] if self.settings.scheme == "fitted" else 1.0)

@@ -5,6 +5,7 @@ Source: Reisizadeh, Prakash, Pedarsani and Avestimehr, CodedReduce (arXiv 1902.0
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
@@ -13,10 +14,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.gradient_codes import ERROR, MOST_CYCLIC, ROUNDING, Code, amplification, code
+from pipetrain.schemes.gradient_codes import ERROR, ROUNDING, Code, amplification, blocks_of, code
 
 ROOT = -1  # the parent of the first workers, which has no rows: who updates the weights
 MOST_WORKERS = 4096
+MOST_WITHOUT = 4  # parts that a child of a block has not: codes with more are all badly conditioned
 
 Interval = tuple[Fraction, Fraction]  # of a minibatch, which is from 0 to 1
 
@@ -238,10 +240,10 @@ def checked_tree(children: Any, depth: Any = 1, stragglers: Any = 1) -> Tree:
 def _check_code(tree: Tree, received: str) -> None:
     size = tree.stragglers + 1
     remedy = f"{received}Try a number of children that {size} divides, fewer stragglers, or depth=1."
-    if tree.children > MOST_CYCLIC and tree.children % size:
-        raise ValueError(f"No code of more than {MOST_CYCLIC} children is known unless {size} divides it. {remedy}")
-    error = ROUNDING * amplification(tree.code) ** tree.depth
+    without = max(blocks_of(tree.children, tree.stragglers)) - size  # parts of its block that a child has not
+    error = ROUNDING * amplification(tree.code) ** tree.depth if without <= MOST_WITHOUT else math.inf
     if error > ERROR:
         raise ValueError(
-            f"Gradients could be wrong by {error:.1g} of themselves: no well-conditioned code is known. {remedy}"
+            f"Gradients could be wrong by more than {ERROR:.0e} of themselves: no well-conditioned code is known. "
+            f"{remedy}"
         )

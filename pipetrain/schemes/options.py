@@ -638,7 +638,7 @@ def _check_children(given: Mapping[str, Any]) -> None:
 
 def _is_left_out(name: str, value: Any) -> bool:
     default = DEFAULT_POLICY.get(name)
-    return value is None or value is default or (isinstance(value, str) and value == default)
+    return value is None or (type(value) is type(default) and value == default)
 
 
 def keywords(given: Mapping[str, Any]) -> str:

@@ -4,6 +4,10 @@
 i's last backward makes ``W_k[i+1]``. A policy gives the version and the horizon for a forward and for a backward, as
 plain numbers; which version a forward finds depends on the schedule, and of weights that several stages share on the
 first of these stages too.
+
+What a policy of this module reads must not depend on how long training has lasted: when a pipeline has been full for
+four times its depth, the slices of its course are taken for alike (``run/course_runner.py``). Policies of other modules
+are asked for every minibatch.
 """
 
 from __future__ import annotations
@@ -264,7 +268,7 @@ class OneTargetPolicy:
 
     Microbatch m is to read version ``A = (m_F + c*(N-1)) / M`` at every stage, ``m_F = max(0, m - (N-1-k))``: F(m) from
     version ``v_F = floor(m_F/M)``, ``s = A - v_F`` updates ahead; B(m) from version ``i = floor(m/M)``,
-    ``s = max(0, A - i)`` ahead. ``c`` is 1.5 where momentum is stretched, else 1 (``prediction.reaches``).
+    ``s = max(0, A - i)`` ahead. ``c`` is 1.5 where momentum is stretched, else 1 (``reaches``).
     Shared weights are predicted from the version that is there to the same A.
 
     ``stretch``: whether momentum is stretched; ``"auto"`` until the optimizer is known, by which it is decided.

@@ -14,7 +14,7 @@ class UpdateRule(NamedTuple):
     """What the updates of one stage do in addition to the optimizer's own step.
 
     ``predicts``: the velocity is wanted; ``horizons``: for so many updates ahead (none: for any number); ``fits``: its
-    best multiple is learnt; ``spikes``, ``rescale_steps``, ``stretch``: see ``prediction``. ``momentum``: whether the
+    best multiple is learnt; ``spikes``, ``rescale_steps``, ``stretch``: see ``policies``. ``momentum``: whether the
     optimizer has its own; else what comes to it has been summed by momentum before, see ``compression``.
     """
 

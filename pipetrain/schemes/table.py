@@ -158,10 +158,10 @@ def scheme(
             backward, which reads the same predicted weights; ``fitted``, the paper's with the multiple of the velocity
             that came nearest to the weights actually reached; ``target``, to one version for all stages, see
             ``policies.OneTargetPolicy``. How far ``2bw`` predicts: a number of updates, 0 as published by default.
-        spike_compensation: for asynchronous schemes, see ``prediction.spike``.
+        spike_compensation: for asynchronous schemes, see ``policies.spike``.
         rescale_steps: for asynchronous schemes but ``2bw``, the steps over which
-            ``prediction.rescaled`` fades away.
-        stretch_momentum: whether the horizon ``target`` stretches momentum, see ``prediction.stretch``;
+            ``policies.rescaled`` fades away.
+        stretch_momentum: whether the horizon ``target`` stretches momentum, see ``policies.stretch``;
             ``"auto"``: that of an optimizer that has one which is known.
     """
     check_options(name, horizon, spike_compensation, rescale_steps, stretch_momentum)

@@ -25,15 +25,17 @@ from pipetrain.schemes.table import (
     TRANSFERRING,
 )
 from pipetrain.schemes.transfers.orders import AUTO
+from pipetrain.schemes.transfers.tictac import Overlap
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.every_way import Chooser
 from pipetrain.simulation.grid import simulate_grid
 from pipetrain.simulation.profiled import simulate_order
 from pipetrain.simulation.simulator import simulate
-from pipetrain.trace.idle import Idle, idle
+from pipetrain.trace.idle import Idle, idle, overlap
 from pipetrain.trace.trace import Trace
 
 ORDERED = ("minibatches", "slowdown", "seed")  # options of those whose transfers are ordered
+OVERLAP = ("scheme", "sending/computing (rho)", "overlap", "scheduling efficiency", "computing")
 HEADER = ("scheme", "devices", "samples/s", "against single", "bubble", "busiest", "most idle", "transfer")
 
 
@@ -44,7 +46,8 @@ class Comparison:
     ``bubble`` is the share of all devices' time outside any action; ``busiest`` and ``most idle`` are the stages whose
     devices compute for most and least of their time; ``transfer`` is the share of all devices' time in which they wait
     for what is on its way, which is not told of devices with several stages. Where no cut fits the devices,
-    there is no trace.
+    there is no trace. Of schemes that order their transfers a second table tells ``Overlap``, of the device that
+    computes for the least part of its time.
     """
 
     batch_size: int
@@ -53,7 +56,18 @@ class Comparison:
     single: Trace | None
 
     def __str__(self) -> str:
-        return text_table(HEADER, [self._row(scheme) for scheme in self.partitions])
+        tables = [text_table(HEADER, [self._row(scheme) for scheme in self.partitions])]
+        least = {
+            scheme: min(each.values(), key=lambda one: one.computing_part)
+            for scheme, each in ((scheme, overlap(trace)) for scheme, trace in self.traces.items())
+            if each and scheme in TRANSFERRING
+        }
+        if least:
+            rows = [
+                (scheme, f"{one.rho:.2f}", *(f"{part:.0%}" for part in _parts(one))) for scheme, one in least.items()
+            ]
+            tables.append(text_table(OVERLAP, rows))
+        return "\n\n".join(tables)
 
     def _row(self, scheme: str) -> tuple[str, ...]:
         if scheme not in self.traces:
@@ -74,6 +88,10 @@ class Comparison:
             f"{idlest}: {shares[idlest]:.0%}",
             "-" if shared else f"{transfer_s / (trace.duration_s * trace.ranks):.1%}",
         )
+
+
+def _parts(one: Overlap) -> tuple[float, float, float]:
+    return one.coefficient, one.efficiency, one.computing_part
 
 
 def _busy_shares(trace: Trace, causes: Mapping[tuple[int, int], Idle]) -> dict[str, float]:

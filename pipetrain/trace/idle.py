@@ -1,4 +1,4 @@
-"""What a trace tells: why stages waited, when packs were sent and used, which workers of a tree were late."""
+"""What a trace tells: why stages waited, when packs were sent and used, what overlapped, which workers were late."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipetrain.schemes.actions import OPERATIONS
+from pipetrain.schemes.transfers.tictac import Overlap
 from pipetrain.trace.records import Seconds, Spans, Transfers, What
 from pipetrain.trace.trace import Trace
 
@@ -91,6 +92,30 @@ def inverted(sent: Transfers) -> NDArray[np.bool_]:
     wrong = np.zeros(len(sent), dtype=bool)
     wrong[order] = key < np.maximum.accumulate(key)
     return wrong
+
+
+def overlap(trace: Trace) -> dict[int, Overlap]:
+    """Of every replica between which messages go, how far computing and transfers go on at the same time in a step.
+
+    Seconds are means of all steps. A message is under way from when it has left until it has arrived, the time
+    included in which it queues or shares its way.
+    """
+    sent, spans = messages(trace.transfers), trace.spans
+    steps = max(1, len(np.unique(spans.microbatch)))
+    seconds_s = spans.end_s - spans.start_s
+    found = {}
+    for replica in sorted({*sent.from_replica.tolist(), *sent.to_replica.tolist()}):
+        into, out = sent.to_replica == replica, sent.from_replica == replica
+        under_way = [_together_s(sent.start_s[each], sent.end_s[each]) / steps for each in (into | out, into, out)]
+        found[replica] = Overlap(trace.step_s, float(seconds_s[spans.replica == replica].sum()) / steps, *under_way)
+    return found
+
+
+def _together_s(starts_s: Seconds, ends_s: Seconds) -> float:
+    """The seconds in which there is any of these."""
+    order = np.argsort(starts_s)
+    starts_s, ends_s = starts_s[order], np.maximum.accumulate(ends_s[order])
+    return float(np.maximum(0.0, ends_s - np.maximum(starts_s, np.concatenate([[-np.inf], ends_s])[:-1])).sum())
 
 
 FORWARDS = [op for op, operation in OPERATIONS.items() if "outputs" in operation.received]

@@ -88,6 +88,7 @@ def by_numpy(options, given):
         made, places = np.zeros_like(flat), np.argsort(-np.abs(flat))[: math.ceil(options.share * flat.size)]
         made[places] = flat[places]
         return made.reshape(given.shape)
+    assert isinstance(options, PowerSGD), options
     matrix = given.reshape(-1, given.shape[-1])
     beginning = tf.zeros([], tf.int64), SEED[1]
     start = uniform(beginning, 0, [matrix.shape[1], options.rank]).numpy() - 0.5
@@ -107,7 +108,7 @@ def test_a_message_brings_what_numpy_says_in_as_many_bytes_as_planned(options, s
         np.testing.assert_allclose(there, by_numpy(options, sent), rtol=2e-5, atol=2e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=70),
     st.sampled_from([each for each in EVERY if not isinstance(each, PowerSGD)]),
@@ -165,6 +166,16 @@ def test_a_compression_of_ones_own():
     assert isinstance(codec, OwnCodec)
     parts, _ = codec.encode(tf.range(8.0), SEED, 0, None)
     assert codec.decode(parts, SEED).numpy().tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
+
+
+def test_a_compression_without_a_codec_is_refused():
+    class Nothing(Compression):
+        """No message."""
+
+        name = "nothing"
+
+    with pytest.raises(TypeError, match=r"methods encode and decode\. Received: compression=.*Nothing"):
+        codec_of(Nothing(), tf.TensorSpec([8], tf.float32))
 
 
 def test_names_and_values():

@@ -113,7 +113,7 @@ def dense(rng, rows, length):
 
 
 @pytest.mark.wide
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(DENSE),
     st.sampled_from(REDUCTIONS),
@@ -129,7 +129,7 @@ def test_losses_of_keras(kind, reduction, masked, data):
 
 
 @pytest.mark.wide
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(SPARSE),
     st.sampled_from(REDUCTIONS),
@@ -147,7 +147,7 @@ def test_ignored_classes(kind, reduction, masked, often, data, seed):
     assert_combined(loss, masked, (x, y, outputs, weights))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.sampled_from([*OWN]), st.sampled_from([0.0, 0.5]), sequences(dense), st.integers(0, 99))
 def test_losses_of_ones_own(loss, often, data, seed):
     """Whether labels are missing in the first minibatch or not."""

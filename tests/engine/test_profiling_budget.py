@@ -261,7 +261,7 @@ def work(flops, moved_bytes, kernels):
 SIZES = st.tuples(st.integers(0, 10**9), st.integers(1, 10**8), st.integers(1, 9))
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50, deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50)
 @given(st.lists(SIZES, min_size=1, max_size=9), SIZES, st.tuples(*[st.floats(0.2, 5)] * 3), st.floats(0.25, 4.0))
 def test_a_fitted_roofline_is_that_of_the_device(sizes, other, rates, slower):
     """Exact where the device is as it is expected, but for its speed, or where enough different blocks were measured.
@@ -311,7 +311,7 @@ UNLIKELY = [  # the best fit is one in which bytes and kernels cost nothing
 TAKEN = st.tuples(SIZES, st.floats(1e-6, 1e-2), st.floats(1e-6, 1e-2))
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50, deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50)
 @given(st.lists(TAKEN, min_size=1, max_size=5), SIZES)
 @example(UNLIKELY, (0, 127318, 1))
 def test_whatever_was_measured_no_block_takes_no_time(taken, other):

@@ -26,6 +26,11 @@ from ways_to_train import (
 )
 
 from pipetrain.callbacks import Snapshots
+from pipetrain.schemes.table import EVERY_NAME
+
+
+def test_laws_go_over_every_scheme():
+    assert set(EVERY_NAME) <= {name.partition(",")[0] for name in WAYS}
 
 
 @over(*WAYS, default=MOST, wide=WAYS)

@@ -19,7 +19,7 @@ import pytest
 from own_schemes import NEWEST
 
 import pipetrain
-from experiments import datasets, resuming, run, training
+from experiments import datasets, records, results, resuming, run, training
 from experiments.records import Settings, microbatches_for
 from pipetrain.cluster.supervision import LOST
 from pipetrain.schemes.table import EVERY_NAME, NAMES
@@ -27,6 +27,14 @@ from pipetrain.trace.trace import Trace
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--steps", "40", "--depth", "5", "--width", "32", "--learning-rate", "0.01", "--eval-every", "10")
+
+
+def test_runs_of_every_scheme_have_an_order():
+    """Also of those that are not the paper's, and of one's own."""
+    settings = {"model": "snn", "dataset": "d", "stages": 2, "batch_size": 8, "steps": 1, "learning_rate": 0.1}
+    settings |= {"momentum": 0.9, "eval_every": 1, "seed": 0, "microbatches": None, "size": {}}
+    runs = [results.Run(records.Settings(scheme=name, **settings), {}) for name in ("mine", "zb-h1", "1f1b", "single")]
+    assert [each.settings.scheme for each in sorted(runs, key=results._place)] == ["single", "1f1b", "mine", "zb-h1"]
 
 
 def command_line(*arguments, **environment):

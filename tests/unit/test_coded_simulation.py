@@ -71,7 +71,7 @@ def test_what_a_trace_saves_it_reads(tmp_path):
 
 
 @given(st.sampled_from([(3, 1, 1), (3, 2, 1), (4, 2, 1), (4, 2, 2), (2, 3, 1)]), st.integers(0, 1000), st.data())
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_every_step_ends_and_has_enough_children_of_every_parent_that_is_used(shape, seed, data):
     tree = Tree(*shape)
     speeds = data.draw(st.lists(st.sampled_from([0.05, 0.3, 1.0]), min_size=tree.workers, max_size=tree.workers))

@@ -42,7 +42,7 @@ def with_updates(order, microbatches):
     st.integers(1, 3),
     st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=25),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_slices_joined_are_the_order(order, stages, microbatches, slices):
     course = Course(Schedule(order, flushes=False, found=unflushed), stages, microbatches)
     orders, posted = [[] for _ in range(stages)], 0
@@ -111,7 +111,7 @@ def test_slices_repeat_themselves():
     st.integers(1, 9),
     st.integers(1, 4),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_calls_joined_are_the_order(name, microbatches, minibatches, at_once):
     """With updates, each after the last gradients of its minibatch, and no more minibatches a call than asked for."""
     schedule, stages = table.scheme(name).schedule, 4

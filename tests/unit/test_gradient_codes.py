@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.schemes.coded_reduce import ROOT, Tree, allocated, checked_tree
-from pipetrain.schemes.gradient_codes import ERROR, Code, amplification, code, cyclic, decoding, fractional_repetition
+from pipetrain.schemes.gradient_codes import (
+    ERROR,
+    Code,
+    amplification,
+    blocks_of,
+    code,
+    cyclic,
+    decoding,
+    polynomial,
+)
 
 SIZE = 200  # elements of a gradient
 SMALL = (Tree(3, 2, 1), Tree(4, 2, 1), Tree(4, 2, 2), Tree(4, 3, 1))
@@ -64,8 +73,8 @@ def test_every_set_of_stragglers_leaves_the_plain_sum(tree):
         assert error(found, expected) < ERROR
 
 
-@given(st.sampled_from([*SMALL, Tree(5, 2, 1), Tree(3, 3, 1), Tree(7, 1, 2), Tree(6, 2, 2)]), st.data())
-@settings(deadline=None, max_examples=15)
+@given(st.sampled_from([*SMALL, Tree(5, 2, 1), Tree(3, 3, 1), Tree(7, 1, 2), Tree(6, 2, 2), Tree(11, 1, 4)]), st.data())
+@settings(max_examples=15)
 def test_children_that_arrive_in_any_order_leave_the_plain_sum(tree, data):
     """Of every parent others, and minibatches of any number of rows, of fewer than there are workers too."""
     rows = data.draw(st.integers(1, 300))
@@ -80,7 +89,6 @@ def test_children_that_arrive_in_any_order_leave_the_plain_sum(tree, data):
 
 
 @given(st.integers(1, 12), st.data())
-@settings(deadline=None)
 def test_any_children_but_s_decode_and_fewer_only_if_they_have_all_parts(children, data):
     chosen = code(children, data.draw(st.integers(0, children - 1)))
     assert all(len(chosen.parts(child)) == chosen.stragglers + 1 for child in range(children))
@@ -96,7 +104,6 @@ def test_any_children_but_s_decode_and_fewer_only_if_they_have_all_parts(childre
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.data())
-@settings(deadline=None)
 def test_all_workers_have_equally_many_rows_and_every_row_is_borne(children, depth, data):
     tree = Tree(children, depth, data.draw(st.integers(0, children - 1)))
     allocation = allocated(tree)
@@ -123,7 +130,7 @@ def test_repetition_has_one_part_of_equal_rows_and_coefficient_1_for_every_worke
 
 
 def test_repetition_has_the_sum_as_soon_as_one_of_each_group_is_there():
-    chosen = fractional_repetition(6, 2)
+    chosen = code(6, 2)
     assert decoding(chosen, [4, 5, 3]) is None
     assert decoding(chosen, [4, 5, 1]) == [(1, 1.0), (4, 1.0)]
 
@@ -141,7 +148,7 @@ def test_parents_and_children_find_each_other():
 
 
 @given(st.integers(3, 9), st.data())
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_the_amplification_is_that_of_the_worst_set_of_stragglers(children, data):
     stragglers = data.draw(st.integers(1, children - 2).filter(lambda each: children % (each + 1)))
     chosen = cyclic(children, stragglers, data.draw(st.integers(0, 100)))
@@ -154,21 +161,45 @@ def test_the_amplification_is_that_of_the_worst_set_of_stragglers(children, data
         assert amplification(chosen) == pytest.approx(max(found), rel=1e-6)
 
 
+@pytest.mark.parametrize(("children", "stragglers"), [(9, 2), (84, 4), (84, 10), (156, 6), (401, 1), (9, 4)])
+def test_children_are_in_blocks_that_have_codes_of_their_own(children, stragglers):
+    """As many as there can be; each bears s stragglers, so that few parts are missing and codes well-conditioned."""
+    chosen = code(children, stragglers)
+    assert sum(chosen.blocks) == children and chosen.blocks == blocks_of(children, stragglers)
+    assert min(chosen.blocks) > stragglers and max(chosen.blocks) - min(chosen.blocks) <= 1
+    assert checked_tree(children, 1, stragglers).code == chosen
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        there = rng.permutation(children)[stragglers:].tolist()
+        total = sum(each * chosen.matrix[child] for child, each in decoding(chosen, there))
+        np.testing.assert_allclose(total, 1.0, atol=1e-9)
+
+
+def test_a_polynomial_code_has_the_parts_of_a_cyclic_one():
+    """Degree 1: any two of four children, each without one part, give the sum."""
+    chosen = polynomial(4, 2, [0.0, 1.0, 2.0, 3.0])
+    assert [chosen.parts(child) for child in range(4)] == [[0, 1, 2], [1, 2, 3], [2, 3, 0], [3, 0, 1]]
+    for there in combinations(range(4), 2):
+        total = sum(each * chosen.matrix[child] for child, each in decoding(chosen, there))
+        np.testing.assert_allclose(total, 1.0, atol=1e-12)
+
+
 def test_codes_are_judged_without_decoding_every_set_of_stragglers(monkeypatch):
-    """That took a minute for 84 children."""
+    """That took a minute for 84 children; what is hopeless is refused without looking for codes at all."""
 
-    def decomposed(*arguments):
-        raise AssertionError("a decomposition")
+    def searched(*arguments):
+        raise AssertionError("a search")
 
-    monkeypatch.setattr(np.linalg, "pinv", decomposed)
-    monkeypatch.setattr(np.linalg, "svd", decomposed)
+    monkeypatch.setattr(np.linalg, "pinv", searched)
+    monkeypatch.setattr(np.linalg, "svd", searched)
+    assert checked_tree(84, 1, 4) == Tree(84, 1, 4)
+    monkeypatch.setattr(np.linalg, "solve", searched)
     with pytest.raises(ValueError, match=r"no well-conditioned code is known.*children=84"):
-        checked_tree(84, 1, 4)
-    assert checked_tree(84) == Tree(84, 1, 1)
+        checked_tree(84, 1, 60)
 
 
 def test_a_code_that_bears_fewer_stragglers_than_it_says_is_seen():
-    assert math.isinf(amplification(Code(cyclic(5, 1).coefficients, 2)))
+    assert math.isinf(amplification(Code(cyclic(5, 1).coefficients, 2, (5,))))
 
 
 @pytest.mark.parametrize(
@@ -180,8 +211,8 @@ def test_a_code_that_bears_fewer_stragglers_than_it_says_is_seen():
         ((3, 1, 3), "no straggler.*Try stragglers=2"),
         ((3, 1, True), "stragglers=True"),
         ((10, 5, 1), "111110 workers"),
-        ((11, 2, 4), "could be wrong by .*that 5 divides"),
-        ((401, 1, 1), "No code of more than 400 children.*Try a number of children that 2 divides"),
+        ((9, 2, 4), "could be wrong by .*that 5 divides"),
+        ((397, 1, 200), "could be wrong by .*that 201 divides"),
     ],
 )
 def test_trees_that_cannot_be_are_refused(arguments, problem):

@@ -71,7 +71,7 @@ def test_what_a_chain_sends_is_the_sum_of_equation_8_s_terms(grid):
     st.sampled_from((2, 4, 6)),
     st.sampled_from((0.0, 1e-4)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_best_grid_is_no_slower_than_any_that_divides_all_or_none(widths, rows, devices, latency_s):
     network, link = GridNetwork.chain(widths), Link(1e6, latency_s)
     best = best_grid(network, devices, rows, link)
@@ -88,7 +88,7 @@ def test_the_best_grid_is_no_slower_than_any_that_divides_all_or_none(widths, ro
     st.sampled_from((8, 64, 512)),
     st.sampled_from(((2, 1), (2, 2), (4, 1))),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_layers_that_a_grid_divides_are_those_that_no_single_change_betters(widths, rows, sides):
     network, link, grid = GridNetwork.chain(widths), Link(1e6), Grid(*sides)
     chosen = {*best_division(network, grid, rows, link)}

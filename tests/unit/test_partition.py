@@ -95,7 +95,7 @@ shared_weights = st.one_of(
     with_xla,
     shared_weights,
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_partition_equals_brute_force(
     blocks, devices, batch_size, cluster, replicate, training, tightness, compiled, shared
 ):
@@ -149,7 +149,7 @@ def test_more_stages_whose_minibatches_have_more_microbatches_fit_where_fewer_do
 
 @pytest.mark.wide
 @given(blocks, st.integers(1, 4))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_hosts_are_no_worse_than_side_by_side_and_more_devices_never_slower(blocks, devices):
     """A stage may begin at the next host, which leaves a device unused."""
     profile = chain(blocks)
@@ -199,7 +199,7 @@ def test_devices_that_share_processors_are_not_faster_than_these():
 
 
 @given(blocks, st.lists(st.integers(1, 3), min_size=1, max_size=3))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_cuts_for_given_replicas_equal_brute_force(blocks, replicas):
     assume(len(replicas) <= len(blocks))
     profile, devices = chain(blocks), sum(replicas)

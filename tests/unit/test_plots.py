@@ -417,9 +417,10 @@ def test_the_page_says_which_stages_xla_compiled(tmp_path):
 
 
 def test_the_benchmarks_tables_are_drawn():
-    """From the pages of the documentation, whose figures are nowhere else."""
+    """From the files beside the pages of the documentation, whose figures are nowhere else."""
     upper, lower = benchmarks.two_cores().axes
     assert [len(panel.patches) for panel in (upper, lower)] == [12, 24]
     assert max(bar.get_width() for bar in upper.patches) == 1.69
     assert len(benchmarks.hosts().axes[0].lines) == 4 * 19 + 4 + 1
     assert benchmarks.memory().axes[0].get_xlim()[1] > 6
+    assert len(benchmarks.accuracy().axes[0].containers) == 5

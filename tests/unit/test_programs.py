@@ -25,7 +25,7 @@ def actions_of(calls):
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @given(devices=st.integers(1, 4), microbatches=st.integers(1, 6), together=st.booleans(), apart=st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_program_is_the_schedule_and_updates(name, devices, microbatches, together, apart):
     schedule = PIPELINES[name].schedule
     stages = devices * schedule.chunks

@@ -130,7 +130,7 @@ def test_simulated_times_are_those_of_units(name):
     st.integers(1, 9),
     st.integers(1, 33),
 )
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_every_schedule_finishes(name, devices, microbatches):
     dry_run.replay(orders(of_name(name).schedule.order, devices, 2, microbatches))
 
@@ -246,7 +246,7 @@ def test_planned_memory_is_as_published(name, devices, microbatches):
     st.sampled_from([1, 2, 4, 8]),
     st.lists(st.integers(0, 1000), min_size=6, max_size=6),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_device_holds_what_its_stages_hold_together(name, devices, microbatches, sizes):
     """The planned bytes are those of a walk through the order that keeps each microbatch from its F to its B or W."""
     schedule = PIPELINES[name].schedule

@@ -28,7 +28,6 @@ ONE_F_ONE_B = """\
 2: .   .   F0  B0  F1  B1  F2  B2  .   .   .   .   F3  B3  F4  B4  F5  B5  .   ."""
 
 
-@settings(deadline=None)
 @given(st.sampled_from([*OPERATIONS]), st.integers(0, 9999), st.integers(0, 10**9))
 def test_actions_print_and_parse(op, stage, microbatch):
     action = Action(op, stage, microbatch)
@@ -55,7 +54,7 @@ def test_golden_grids(schedule, shape, golden):
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 9))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_schedule_finishes(stages, minibatches, microbatches):
     total = minibatches * microbatches
     warm_up = stages - 1
@@ -203,7 +202,7 @@ def test_policies_read_what_the_table_says(stages):
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_all_stages_aim_at_one_version(stages, microbatches, stretch):
     """Forward and backward of a microbatch read one version at every stage, up to what the last one is ahead by."""
     chosen = scheme("spectrain", "target", stretch_momentum=stretch)

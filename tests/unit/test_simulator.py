@@ -79,7 +79,7 @@ chains = st.lists(one_stage, min_size=1, max_size=4)
 
 
 @given(st.sampled_from(PIPELINES), st.integers(1, 5), st.integers(1, 6), st.integers(1, 5))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_in_unit_time_it_is_the_replay(scheme, stages, minibatches, microbatches):
     pieces = pieces_of(scheme, stages, microbatches)
     trace = simulate(equal(stages, microbatches=pieces), scheme, AT_ONCE, minibatches)
@@ -90,7 +90,7 @@ def test_in_unit_time_it_is_the_replay(scheme, stages, minibatches, microbatches
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 9), st.integers(1, 9), st.sampled_from(["gpipe", "1f1b"]))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_bubble_of_synchronous_pipelines(stages, microbatches, forward_s, backward_s, scheme):
     """(S-1)/(M+S-1), and so is what each flush takes."""
     trace = simulate(equal(stages, forward_s, backward_s, microbatches), scheme, AT_ONCE, 5)
@@ -99,7 +99,7 @@ def test_bubble_of_synchronous_pipelines(stages, microbatches, forward_s, backwa
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_an_asynchronous_pipeline_is_as_fast_as_its_slowest_stage(times):
     trace = simulate(cut([(f, b, 0, 0, 0) for f, b in times]), "vanilla", AT_ONCE, 120)
     slowest_s = max(f + b for f, b in times)
@@ -136,14 +136,14 @@ def test_one_target_predicts_in_every_forward_and_backward():
 
 
 @given(chains, st.sampled_from([1.0, 7.0]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_asynchronous_schemes_differ_in_weights_only(stages, bandwidth):
     traces = [simulate(cut(stages), scheme, joined_by(bandwidth, 0.5), 12) for scheme in ASYNCHRONOUS[:-1]]
     assert all(trace == traces[0] for trace in traces)
 
 
 @given(chains, st.sampled_from([1.0, 7.0]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_predicting_weights_takes_three_fifths_of_an_update_each_time(stages, bandwidth):
     """SpecTrain's forwards all predict but in the first two stages where these are last; backwards from stage 2 on.
 
@@ -164,7 +164,7 @@ def test_predicting_weights_takes_three_fifths_of_an_update_each_time(stages, ba
 
 
 @given(chains, st.sampled_from(PIPELINES), st.floats(0.1, 100), st.floats(1, 100), st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_more_bandwidth_is_never_slower(stages, scheme, bandwidth, factor, data):
     replicas = data.draw(st.lists(st.integers(1, 3), min_size=len(stages), max_size=len(stages)))
     slow, fast = (
@@ -186,7 +186,7 @@ def test_more_bandwidth_is_never_slower(stages, scheme, bandwidth, factor, data)
     st.booleans(),
     st.data(),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_what_holds_for_every_run(stages, scheme, contention, processors, slowdown, reduction, replicate, data):
     counts = st.lists(st.integers(1, 3), min_size=len(stages), max_size=len(stages))
     replicas = data.draw(counts) if replicate else [1] * len(stages)
@@ -244,7 +244,7 @@ def test_what_holds_for_every_run(stages, scheme, contention, processors, slowdo
     st.sampled_from([None, 1, 3]),
     st.sampled_from([0.0, 0.7]),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_arrays_and_the_heap_give_equal_traces(stages, scheme, minibatches, slowdown, window, caller_s):
     options = {"slowdown": slowdown, "window": window, "caller_s": caller_s, "overhead_s": 0.1}
     pieces = pieces_of(scheme, len(stages), 3)
@@ -292,7 +292,7 @@ def test_many_stages_are_simulated_by_arrays():
 
 
 @given(st.integers(2, 5), *[st.integers(1, 8)] * 3, st.sampled_from(["none", "port"]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_data_parallelism(devices, compute_s, update_s, weights, contention):
     """Each device does its share of every stage, then all gradients are summed in a ring, or go to a server."""
     stages = [(compute_s, 2 * compute_s, update_s, 3, weights)] * devices

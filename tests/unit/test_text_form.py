@@ -18,7 +18,7 @@ SYNCHRONOUS = [name for name, each in PIPELINES.items() if each.schedule.flushes
 
 
 @given(st.sampled_from(SYNCHRONOUS), st.integers(1, 5), st.integers(1, 12))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_what_is_written_is_read_back(name, devices, microbatches):
     schedule = PIPELINES[name].schedule
     made = orders(schedule.order, devices, 1, microbatches)

@@ -100,7 +100,7 @@ def test_the_simplest_of_equally_fast_ways_is_taken():
     assert Choice(8, [ways[0], ways[1]._replace(step_s=0.9)]).taken.kind == "pipeline"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.floats(1e-4, 1e-2), st.integers(1, 10 * MIB)), min_size=2, max_size=7),
     st.integers(2, 3),

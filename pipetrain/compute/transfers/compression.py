@@ -265,9 +265,15 @@ CODECS: dict[type[Compression], type[Codec]] = {
 
 def codec_of(options: Compression, spec: tf.TensorSpec) -> Codec:
     """What makes messages of such gradients: whole ones, where these are no larger."""
-    if type(options) not in CODECS:
+    kind = next((CODECS[each] for each in type(options).__mro__ if each in CODECS), None)
+    if hasattr(options, "encode"):
         return OwnCodec(options, spec)
-    made = CODECS[type(options)](options, spec)
+    if kind is None:
+        raise TypeError(
+            f"A compression makes messages by its methods encode and decode. Received: compression={options!r} "
+            "without them. Try those of pipetrain.Compression, or a line in CODECS for one of this package."
+        )
+    made = kind(options, spec)
     return made if made.sent_bytes < size_bytes(spec) else Codec(None, spec)
 
 

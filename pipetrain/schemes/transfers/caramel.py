@@ -24,19 +24,21 @@ from pipetrain.schemes.transfers.plan import (
 )
 
 SPARED = 0.8  # a message of twice the size takes more than this part of what two messages take
-LARGEST, MOST_CHUNKS = 4, 8  # a chunk's bytes, in thresholds, and how many there are of one variable
+LARGEST = 4  # a chunk's bytes at least, in thresholds
+CHUNKS = (1, 2, 4, 8)  # how many there may be of one variable: what suits best of these
 
 
 def caramel(workload: Workload, late: bool = True) -> Plan:
     """Packs in the order in which backward makes them, each in the phase behind which it hides.
 
-    Of the ways to divide the packs that are tried, the one whose step is predicted to end soonest: all in this
-    backward; and, with ``late``, some of them in the next forward, see ``divided``.
+    Of the ways that are tried, the one whose step is predicted to end soonest: large variables in up to 1, 2, 4 or 8
+    chunks; all in this backward; and, with ``late``, some packs in the next forward, see ``divided``.
     """
-    packs = packed(workload)
-    ways: list[tuple[Sequence[Pack], Sequence[Pack]]] = [(packs, ())]
-    if late:
-        ways += [divided(workload, packs, overruns) for overruns in (False, True)]
+    ways: list[tuple[Sequence[Pack], Sequence[Pack]]] = []
+    for packs in dict.fromkeys(tuple(packed(workload, most)) for most in CHUNKS):
+        ways.append((packs, ()))
+        if late:
+            ways += [divided(workload, packs, overruns) for overruns in (False, True)]
     now, then = min(ways, key=lambda way: step_s(workload, *way))
     return Plan(Phase(), Phase(tuple(now), 0), Phase(tuple(then)), name="caramel")
 
@@ -53,15 +55,15 @@ def threshold_bytes(message: Message, spared: float = SPARED) -> float:
     return message.overhead_s * (2 * spared - 1) / (2 * message.s_per_byte * (1 - spared))
 
 
-def packed(workload: Workload) -> list[Pack]:
-    """Packs of at least the threshold, and chunks of variables that are larger than several thresholds.
+def packed(workload: Workload, most: int = CHUNKS[-1]) -> list[Pack]:
+    """Packs of at least the threshold, and up to so many chunks of variables that are larger than several thresholds.
 
     In the order of the backward; the last pack, of what is left, may be smaller.
     """
     least, packs, waiting = threshold_bytes(workload.message), list[Pack](), list[int]()
     for n in backward_order(workload):
         size = workload.sizes_bytes[n]
-        chunks = min(MOST_CHUNKS, int(size / (LARGEST * least))) if least else 1
+        chunks = min(most, int(size / (LARGEST * least))) if least else 1
         if chunks > 1:
             packs += [Pack((n,), len(rows_of(size, k, chunks)), k, chunks) for k in range(chunks)]
             continue

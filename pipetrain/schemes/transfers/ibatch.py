@@ -6,10 +6,12 @@ greedy algorithm chooses the batches; here the exact optimum is among the candid
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan, Workload
 
@@ -43,7 +45,7 @@ def ibatch(workload: Workload, serves: bool) -> Plan:
     """
     found, names = [], []
     for is_forward in (True, False):
-        name, ends = best(_chain(workload, is_forward))
+        name, ends = best(chain_of(workload, is_forward))
         trained = [workload.owned[k] for k in workload.trained]
         found.append(tuple(workload.pack([n for each in trained[a:b] for n in each]) for a, b in pairwise([0, *ends])))
         names.append(name)
@@ -70,22 +72,21 @@ def optimum(chain: LayerChain) -> list[int]:
     layers in k batches. Of equal ones it has the fewest batches.
     """
     count = len(chain.computing_s)
-    sent, computed = _sums(chain.transfer_s), _sums(chain.computing_s)
-    before = [0.0] + [math.inf] * count
-    chosen: list[list[int]] = []
+    sent, computed = np.array(_sums(chain.transfer_s)), np.array(_sums(chain.computing_s))
+    within = np.where(np.arange(count + 1)[:, None] < np.arange(count + 1), 0.0, np.inf)  # i < j
+    before = np.where(np.arange(count + 1), np.inf, 0.0)
+    chosen: list[NDArray[np.int64]] = []
     ends_s: list[float] = []
     for k in range(1, count + 1):
-        now, places = [math.inf] * (count + 1), [0] * (count + 1)
-        for j in range(k, count + 1):
-            arrived_s = k * chain.startup_s + sent[j]
-            now[j], places[j] = min((max(before[i], arrived_s) + computed[j] - computed[i], i) for i in range(k - 1, j))
-        before = now
-        chosen.append(places)
-        ends_s.append(now[count])
+        arrived_s = k * chain.startup_s + sent
+        every = np.maximum(before[:, None], arrived_s) + computed - computed[:, None] + within
+        chosen.append(every.argmin(axis=0))
+        before = every.min(axis=0)
+        ends_s.append(float(before[count]))
     ends, last = [], count
     for places in reversed(chosen[: ends_s.index(min(ends_s)) + 1] if ends_s else []):
         ends.append(last)
-        last = places[last]
+        last = int(places[last])
     return ends[::-1]
 
 
@@ -129,7 +130,7 @@ def _sums(values: Sequence[float]) -> list[float]:
     return sums
 
 
-def _chain(workload: Workload, forward: bool) -> LayerChain:
+def chain_of(workload: Workload, forward: bool) -> LayerChain:
     """The layers that own variables, each with the computing of those after it that own none.
 
     What is computed before the first of them needs no transfer and is left out.

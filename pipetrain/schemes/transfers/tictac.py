@@ -26,6 +26,62 @@ class Properties(NamedTuple):
     M_plus: float
 
 
+class Overlap(NamedTuple):
+    """How far a step's transfers and its computing go on at the same time, on one device; sections 2 and 3.
+
+    ``step_s`` is T. ``computing_s`` is C; ``sending_s``, N, are the seconds in which any message to or from the device
+    is under way, ``received_s`` and ``sent_s`` those of either direction.
+    """
+
+    step_s: float
+    computing_s: float
+    sending_s: float
+    received_s: float = 0.0
+    sent_s: float = 0.0
+
+    @property
+    def rho(self) -> float:
+        """``N / C``: what is sent takes longer than computing above 1."""
+        return self.sending_s / self.computing_s if self.computing_s else math.inf
+
+    @property
+    def coefficient(self) -> float:
+        """``alpha = (N + C - T) / min(N, C)``: 1: the shorter of the two is hidden, 0: nothing is.
+
+        Below 0 where for some time nothing is computed and nothing under way; 1 where nothing is sent.
+        """
+        return _part(self.sending_s + self.computing_s - self.step_s, min(self.sending_s, self.computing_s))
+
+    @property
+    def computing_part(self) -> float:
+        """``C / T = 1 / (1 + rho - alpha min(rho, 1))``: the part of the time in which the device computes."""
+        return self.computing_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def longest_s(self) -> float:
+        """``U``: everything one after another."""
+        return self.computing_s + self.received_s + self.sent_s
+
+    @property
+    def shortest_s(self) -> float:
+        """``L``: the processor, or either direction of the link, is never idle; dependencies may not allow it."""
+        return max(self.computing_s, self.received_s, self.sent_s)
+
+    @property
+    def efficiency(self) -> float:
+        """Scheduling efficiency ``E = (U - T) / (U - L)``: 1 is the best that an order could give, 0 the worst."""
+        return _part(self.longest_s - self.step_s, self.longest_s - self.shortest_s)
+
+    @property
+    def potential(self) -> float:
+        """``S = (U - L) / L``: by how much the best order could be faster than the worst one."""
+        return (self.longest_s - self.shortest_s) / self.shortest_s if self.shortest_s else 0.0
+
+
+def _part(part_s: float, whole_s: float) -> float:
+    return part_s / whole_s if whole_s else 1.0
+
+
 def tic(workload: Workload, serves: bool) -> Plan:
     """Timing-Independent Communication (Algorithm 2): by ``priorities``."""
     rank = priorities(workload)
