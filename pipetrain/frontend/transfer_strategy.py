@@ -38,7 +38,6 @@ from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.plan.choice import TURNS, fastest, finalists
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile, Seconds
-from pipetrain.run.control import RunSettings
 from pipetrain.run.step_runner import OwnPaceRunner, StepRunner
 from pipetrain.run.window import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
@@ -170,15 +169,6 @@ class TransferStrategy(RunnerStrategy):
     @property
     def _reads_ahead(self) -> bool:
         return self._is_at_own_pace or super()._reads_ahead
-
-    def _run_settings(self) -> RunSettings:
-        settings = super()._run_settings()
-        if self._is_at_own_pace and settings.snapshot_every:
-            raise ValueError(
-                "Workers that go at their own pace have no weights of a certain step in common. Received: callbacks "
-                f"with Snapshots, synchrony={self._synchrony!r}. Try leaving these out, or synchrony='stale:1'."
-            )
-        return settings
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new."""

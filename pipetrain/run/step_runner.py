@@ -22,7 +22,7 @@ from pipetrain.compute.transfers.message import RecordedMessage
 from pipetrain.compute.transfers.outer_step import OwnWeights
 from pipetrain.compute.transfers.step import Rows
 from pipetrain.compute.transfers.weights import Shares, Worker
-from pipetrain.run.collector import Result
+from pipetrain.run.collector import Result, Snapshot
 from pipetrain.run.control import Control, RunSettings, StoppableThread
 from pipetrain.run.gradient_exchange import Closed, here
 from pipetrain.run.stepwise import Stepwise
@@ -433,6 +433,7 @@ class OwnPaceRunner(StepRunner):
         self.exchange, self.control = self._new_exchange(), Control(RunSettings())
         self._threads: list[OwnPaceWorker] = []
         self._taken = 0  # results
+        self._made_ahead = deque[Snapshot]()  # of steps whose results nobody has taken yet
 
     def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
         """Give a minibatch to the worker that is free next."""
@@ -446,7 +447,13 @@ class OwnPaceRunner(StepRunner):
         found = self.control.guarded(lambda: self.exchange.result(self._taken))
         self._taken += 1
         self._steps_done = self._taken
+        self._hand_out()
         return found
+
+    def _hand_out(self) -> None:
+        """Snapshots are those of steps whose results were taken."""
+        while self._run and self._made_ahead and self._made_ahead[0].version <= self._run.steps + self._taken:
+            self.snapshots.append(self._made_ahead.popleft())
 
     def read(self) -> Any:
         """The weights as they are."""
@@ -470,6 +477,11 @@ class OwnPaceRunner(StepRunner):
         self._step.apply(gradients)
         for group in self._weights[0].groups:
             group.updated()
+        settings = self._run
+        assert settings is not None  # within a run
+        version = settings.steps + self.exchange.applied + 1
+        if settings.snapshot_every and version % settings.snapshot_every == 0:
+            self._made_ahead.append(Snapshot(version, [self._outcome()]))
         number, device = self.made + posted.number, self._workers[worker].device
         self._spans.append(Span("FB", 0, number, device, start_s, time.perf_counter(), number, worker))
 
@@ -493,6 +505,7 @@ class OwnPaceRunner(StepRunner):
         self._run = settings  # of which shares know whether a loss is a mean
         self._whole = [self._shares_of(worker.device, 1.0) for worker in self._workers]
         self.exchange, self.control, self._taken = self._new_exchange(), Control(settings), 0
+        self._made_ahead.clear()
         self.control.boxes.append(self.exchange)
         self._threads = [OwnPaceWorker(worker, self) for worker in range(len(self._workers))]
         for thread in self._threads:
@@ -508,6 +521,7 @@ class OwnPaceRunner(StepRunner):
             self._taken += 1
             self._results.append(found)
         self._steps_done = self.exchange.applied
+        self._hand_out()
         self._stop()
 
     def _stop(self) -> None:

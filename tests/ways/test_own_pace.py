@@ -112,6 +112,19 @@ def test_accuracy_losses_and_checkpoints(tmp_path):
     assert len(whole.get_weights()) == len(again.get_weights())
 
 
+def test_snapshots_are_of_so_many_updates():
+    kept = {}
+    pm = made("asynchronous:0")
+    looks = pipetrain.callbacks.Snapshots(7, lambda step, model: kept.update({step: model.get_weights()}))
+    networks.fit(pm, *DATA, epochs=2, batch_size=20, callbacks=[looks])
+    assert sorted(kept) == [7, 14]
+    networks.assert_close(kept[7], trained("asynchronous:0", epochs=1))
+    networks.assert_equal(kept[14], pm.get_weights())
+    looks = pipetrain.callbacks.Snapshots(2, lambda step, model: kept.update({step: model.get_weights()}))
+    networks.fit(made(), *DATA, epochs=2, batch_size=20, callbacks=[looks])
+    assert {2, 4, 6, 8, 10, 12, 14} <= {*kept}
+
+
 def test_an_error_reaches_the_caller():
     class Failing(keras.layers.Layer):
         def call(self, x):
@@ -178,6 +191,3 @@ def test_what_cannot_be_is_refused(tmp_path):
     (tmp_path / "order").write_text("nothing\n")
     with pytest.raises(ValueError, match="No order of arrivals"):
         trained(Asynchronous(replay=str(tmp_path / "order")))
-    with pytest.raises(ValueError, match="Snapshots"):
-        looks = [pipetrain.callbacks.Snapshots(1, lambda *given: None)]
-        networks.fit(made(), *DATA, callbacks=looks)
