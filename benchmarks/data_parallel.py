@@ -15,6 +15,7 @@ examples:
   python benchmarks/data_parallel.py --network vgg --hosts 3 --rate 100 --rate 400 --rounds 10
   python benchmarks/data_parallel.py --scheme all-reduce --order ibatch --order auto --rounds 30
   python benchmarks/data_parallel.py --scheme all-reduce --rate 20 --compression int8 --compression top-k
+  python benchmarks/data_parallel.py --hosts 3 --rate 400 --topology ring --topology gossip --synchrony stale:1
   python benchmarks/data_parallel.py --part forward --scheme parameter-server --servers 1 --rows 16384
 """
 
@@ -45,6 +46,7 @@ from pipetrain.logs import text_table
 from pipetrain.schemes.options import with_options
 from pipetrain.schemes.table import SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import AUTO, orders
+from pipetrain.schemes.transfers.plan import Phase
 
 if TYPE_CHECKING:
     import keras
@@ -57,7 +59,8 @@ WORDS = 1000  # of made-up sentences, and of the Transformer's vocabulary
 PEER, PEER_PORT = "MultiWorker", 2322
 MEASURED = "measured"  # all that plans are made of: the peer's other processes, which would disturb that, may start
 STARTED = "started"  # the peer's first process, whose number follows: it is to have its host's part of the cores
-REPEATED = ("scheme", "order", "compression")  # options that may be given several times
+LESS = ("compression", "synchrony", "topology")  # options of ways to send less, or to wait less
+REPEATED = ("scheme", "order", *LESS)  # options that may be given several times
 PACKS = {"its own packs": 0, "1 MiB packs": 2**20}
 
 
@@ -109,17 +112,17 @@ def made(network: str, rows: int, minibatches: int) -> tuple[keras.Model, np.nda
 class Way:
     """One scheme with one order, and the milliseconds of its steps so far, turn by turn."""
 
-    def __init__(
-        self, options: argparse.Namespace, scheme: str, order: str, devices: list[str], compression: str | None = None
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, scheme: str, order: str, devices: list[str], **less: str) -> None:
         import keras
 
         import pipetrain
 
-        self.scheme, self.order, self._rows = scheme, order, options.rows * len(devices)
+        self._is_at_own_pace = less.get("synchrony", "").startswith("asynchronous")
+        self.scheme, self.order = scheme, "none" if self._is_at_own_pace else order
+        self._rows = options.rows * len(devices)  # of a minibatch, which one worker at its own pace has all of
         model, self._x = made(options.network, self._rows, options.steps)
         on = options.servers if scheme == SERVING else None
-        how = with_options(scheme, order=order, servers=on, compression=compression)
+        how = with_options(scheme, order=self.order, servers=on, **less)
         self._pm = pipetrain.PipelineModel(model, scheme=how, devices=devices)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
@@ -135,7 +138,10 @@ class Way:
         self._pm.fit(
             self._x, np.zeros(len(self._x), "int32"), batch_size=self._rows, verbose=0, shuffle=False, callbacks=[clock]
         )
-        self.turns_ms += [[1e3 * each for each in np.diff(ends)[:-1]]] if counts else []  # the last sends no rows ahead
+        taken_ms = [1e3 * each for each in np.diff(ends)[:-1]]  # the last sends no rows ahead
+        if self._is_at_own_pace:  # results of several workers come at once
+            taken_ms = [statistics.mean(taken_ms)]
+        self.turns_ms += [taken_ms] if counts else []
 
     @property
     def plan(self) -> Plan:
@@ -143,11 +149,15 @@ class Way:
         return self._pm._strategy.plan
 
     def predicted_ms(self, part: str) -> float | None:
-        """What the simulator says of its plan; None of a part of a step."""
+        """What the simulator says of its plan; None of a part of a step, and of workers at their own pace."""
         from pipetrain.simulation.data_parallel import simulate_plan
 
-        setting = self._pm._strategy._setting(self._rows)
-        return None if part == "forward" else 1e3 * simulate_plan(setting, self.plan, 4).step_s
+        setting, plan = self._pm._strategy._setting(self._rows), self.plan
+        if setting.is_stale:  # what the simulator takes for the plan of the step that has made the gradients
+            plan = plan._replace(pushes=plan.late, late=Phase())
+        if part == "forward" or self._is_at_own_pace:
+            return None
+        return 1e3 * simulate_plan(setting, plan, 4).step_s
 
 
 class Peer:
@@ -229,11 +239,11 @@ def train(options: argparse.Namespace) -> None:
                 else:
                     ways.append(way)
                     names.append([order])
-            for compression in options.compression or ():
-                way = Way(options, scheme, options.compressed_order, devices, compression)
+            for less in ({kind: value} for kind in LESS for value in getattr(options, kind) or ()):
+                way = Way(options, scheme, options.compressed_order, devices, **less)
                 way.turn(counts=False)
                 ways.append(way)
-                names.append([f"{options.compressed_order} and {compression}"])
+                names.append([f"{way.order} and {', '.join(less.values())}"])
         print(MEASURED, flush=True)
         for packs in PACKS if options.peer and options.part == "step" else ():
             peer = Peer(packs, peer_command(options, options.addresses, 0, packs), options.steps)
@@ -345,7 +355,9 @@ def main() -> None:
     parser.add_argument(
         "--compression", action="append", metavar="NAME[:VALUE]", help="of gradients, beside the orders without any"
     )
-    parser.add_argument("--compressed-order", default="layerwise", metavar="NAME", help="of transfers with it")
+    parser.add_argument("--synchrony", action="append", metavar="NAME[:NUMBER]", help="likewise")
+    parser.add_argument("--topology", action="append", metavar="NAME[:GRAPH]", help="likewise")
+    parser.add_argument("--compressed-order", default="layerwise", metavar="NAME", help="of transfers with these")
     parser.add_argument("--part", choices=("step", "forward"), default="step", help="whole steps, or pull and forward")
     parser.add_argument("--peer", action="store_true", help="MultiWorkerMirroredStrategy beside them")
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host

@@ -14,7 +14,7 @@ from experiments import optimizers
 from experiments.datasets import Dataset
 from experiments.networks import input_shape, parameters
 from pipetrain.schemes.compression import COMPRESSIONS, CUTS, Int8, TopK
-from pipetrain.schemes.options import AllReduce, SpecTrain, TwoBW, Vanilla, with_options
+from pipetrain.schemes.options import AllReduce, ParameterServer, SpecTrain, TwoBW, Vanilla, with_options
 from pipetrain.schemes.synchrony import LocalSGD
 
 if TYPE_CHECKING:
@@ -49,6 +49,17 @@ SENDING: dict[str, Mapping[str, Any]] = {
         f"all-reduce/diloco:{steps}": {"scheme": AllReduce(ORDER, synchrony=LocalSGD(steps, 0.7, 0.9))}
         for steps in (8, 32)
     },
+    "all-reduce/stale:1": {"scheme": AllReduce(ORDER, synchrony="stale:1")},
+    **{
+        f"parameter-server/{synchrony}": {"scheme": ParameterServer(ORDER, synchrony=synchrony)}
+        for synchrony in ("asynchronous", "asynchronous:3")
+    },
+    "all-reduce/ring": {"scheme": AllReduce(ORDER, topology="ring")},
+    **{
+        f"all-reduce/{name}": {"scheme": AllReduce(ORDER, topology=name)}
+        for name in ("gossip", "gossip:torus", "gossip:complete")
+    },
+    "all-reduce/gossip + local:8": {"scheme": AllReduce(ORDER, topology="gossip", synchrony="local:8")},
     "all-reduce/top-k - feedback": {"scheme": AllReduce(ORDER, TopK(error_feedback=False))},
 }
 # What crosses the cuts of pipelines.

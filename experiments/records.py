@@ -15,7 +15,8 @@ from pipetrain.schemes.table import AUTO, CODED, HORIZONS, PIPELINES, UNCUT, has
 from pipetrain.schemes.text_form import chosen
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
-OWN = ("grid", "order", "compression", "synchrony", "servers")  # options of some schemes that are no policies
+# Options of some schemes that are no policies
+OWN = ("grid", "order", "compression", "synchrony", "topology", "servers")
 OF_TREE = {"children": "children", "depth": "tree_depth", "stragglers": "stragglers"}  # as settings call these
 
 
@@ -45,6 +46,7 @@ class Settings:
     order: str | None = None
     compression: str | None = None
     synchrony: str | None = None
+    topology: str | None = None
     servers: int | None = None
     children: int = 3
     tree_depth: int = 1

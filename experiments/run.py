@@ -199,7 +199,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="show how the model is cut, and why")
     flags = add_scheme_options(
         parser,
-        (*DEFAULT_POLICY, "order", "compression", "synchrony", "servers", *OF_TREE, "grid"),
+        (*DEFAULT_POLICY, "order", "compression", "synchrony", "topology", "servers", *OF_TREE, "grid"),
         flags={"depth": "--tree-depth"},  # --depth is the network's
         defaults={name: getattr(Settings, own) for name, own in OF_TREE.items()},
     )

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         VMin,
         WeightStashing,
     )
-    from pipetrain.schemes.synchrony import LocalSGD
+    from pipetrain.schemes.synchrony import Asynchronous, Gossip, LocalSGD, Stale
     from pipetrain.simulation.coded_reduce import simulate_tree
     from pipetrain.simulation.every_way import choose
     from pipetrain.simulation.grid import simulate_grid
@@ -66,11 +66,13 @@ __all__ = [
     "ZBH2",
     "ZBV",
     "AllReduce",
+    "Asynchronous",
     "Auto",
     "BFloat16",
     "CodedReduce",
     "Float16",
     "GPipe",
+    "Gossip",
     "Grid",
     "Int4",
     "Int8",
@@ -88,6 +90,7 @@ __all__ = [
     "Sign",
     "SpecTrain",
     "SpikeCompensation",
+    "Stale",
     "TopK",
     "Trace",
     "TwoBW",
@@ -119,11 +122,13 @@ processor.switch_on()  # which only serves before TensorFlow is loaded
 
 _HOMES = {
     "AllReduce": "pipetrain.schemes.options",
+    "Asynchronous": "pipetrain.schemes.synchrony",
     "Auto": "pipetrain.schemes.options",
     "BFloat16": "pipetrain.schemes.compression",
     "CodedReduce": "pipetrain.schemes.options",
     "Float16": "pipetrain.schemes.compression",
     "GPipe": "pipetrain.schemes.options",
+    "Gossip": "pipetrain.schemes.synchrony",
     "Grid": "pipetrain.schemes.grid",
     "Int4": "pipetrain.schemes.compression",
     "Int8": "pipetrain.schemes.compression",
@@ -141,6 +146,7 @@ _HOMES = {
     "Sign": "pipetrain.schemes.compression",
     "SpecTrain": "pipetrain.schemes.options",
     "SpikeCompensation": "pipetrain.schemes.options",
+    "Stale": "pipetrain.schemes.synchrony",
     "TopK": "pipetrain.schemes.compression",
     "Trace": "pipetrain.trace.trace",
     "TwoBW": "pipetrain.schemes.options",

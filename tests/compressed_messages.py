@@ -1,7 +1,8 @@
-"""Trains with compressed messages; prints, as JSON, what a worker sent in a step, and what was planned.
+"""Trains with messages that are less; prints, as JSON, what a worker sent in a step, and what was planned.
 
-``python compressed_messages.py NAMES ADDRESS ...``, the names in one argument, with commas between: compressions of
-all-reduce's gradients, or ``SCHEME/COMPRESSION`` of what crosses the cut of a pipeline, of which both stages count.
+``python compressed_messages.py OPTION NAMES ADDRESS ...``, the names in one argument, with commas between: of
+all-reduce's ``compression`` or ``topology``; or of ``compression`` also ``SCHEME/NAME``, what crosses the cut of a
+pipeline, of which both stages count.
 """
 
 from __future__ import annotations
@@ -47,23 +48,26 @@ def trained(pm, rows, steps, **settings):
     pm.fit(x, np.zeros(len(x)), batch_size=rows, verbose=0, **settings)
 
 
-def of_gradients(compression, devices):
+def of_copies(option, name, devices):
     import inside
     import keras
 
     import pipetrain
+    from pipetrain.schemes.synchrony import topology_of
+    from pipetrain.simulation.profiled import sent_times
 
     class Sent(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             sent.append(sent_by(devices[:1]))
 
     model, sent = network(), []
-    pm = pipetrain.PipelineModel(
-        model, scheme=pipetrain.AllReduce(order="layerwise", compression=compression), devices=devices
-    )
+    way = pipetrain.AllReduce(order="layerwise", **{option: name})
+    pm = pipetrain.PipelineModel(model, scheme=way, devices=devices)
     trained(pm, ROWS, STEPS, callbacks=[Sent()])
     planned = inside.strategy(pm)._gradient_bytes()
-    planned = planned or [4 * int(np.prod(variable.shape)) for variable in model.trainable_variables]
+    if planned is None:
+        times, _ = sent_times(len(devices), topology_of(way.topology))
+        planned = [times * 4 * int(np.prod(variable.shape)) for variable in model.trainable_variables]
     return {"planned": int(sum(planned)), "sent": np.diff(sent)[2:].tolist()}
 
 
@@ -85,13 +89,13 @@ def of_cuts(scheme, compression, devices):
     return {"planned": planned, "sent": [(sent[3] - sent[2]) / (MANY - FEW)]}
 
 
-def main(names, *addresses):
+def main(option, names, *addresses):
     import pipetrain
 
     devices, found = pipetrain.connect(addresses), {}
-    for name in names.split(","):
-        scheme, _, compression = name.rpartition("/")
-        found[name] = of_cuts(scheme, compression, devices) if scheme else of_gradients(compression, devices)
+    for each in names.split(","):
+        scheme, _, name = each.rpartition("/")
+        found[each] = of_cuts(scheme, name, devices) if scheme else of_copies(option, name, devices)
     print(json.dumps(found), flush=True)
 
 

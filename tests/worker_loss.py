@@ -51,7 +51,8 @@ def main(number: int, method: str = "fit", scheme: str = "vanilla", idle_s: str 
         layers = [keras.Input((networks.FEATURES,)), keras.layers.Dense(32), keras.layers.Dense(networks.CLASSES)]
         pm = networks.in_way(
             keras.Sequential(layers),
-            scheme=scheme,
+            scheme="parameter-server" if scheme == "asynchronous" else scheme,
+            synchrony=scheme if scheme == "asynchronous" else None,
             cuts=(layers[1].name,) if scheme == "vanilla" else None,
             children=2 if scheme == "coded-reduce" else None,
         )

@@ -53,6 +53,10 @@ def settings(case: str, workers: int) -> dict:
     """Of the PipelineModel: ``SCHEME`` or ``SCHEME/OPTION``."""
     name, _, option = case.partition("/")
     given = {"scheme": name}
+    if option in ("ring", "gossip"):
+        return given | {"stages": None, "order": "layerwise", "topology": option}
+    if option in ("stale:1", "asynchronous:0"):
+        return given | {"stages": None, "synchrony": option, "order": "none"}
     if name in ("all-reduce", "parameter-server"):
         orders = {
             "late": transfer_plans.late_plan(networks.mlp()),
@@ -85,8 +89,8 @@ def looping() -> keras.Model:
 def trained(case: str, workers: int, devices: list[str]) -> tuple[list, dict]:
     """Weights, and what fit, evaluate and predict gave: two epochs, so one drain in the midst, the last batch short."""
     x, y = networks.data(rows=ROWS + 5)
-    if case.startswith("coded-reduce") and len(devices) == 1:
-        devices = devices * workers  # each worker of a tree has one
+    if case.startswith(("coded-reduce", "all-reduce/gossip")) and len(devices) == 1:
+        devices = devices * workers  # each worker of a tree, and each that has weights of its own, has one
 
     def pipeline() -> pipetrain.PipelineModel:
         model = looping() if case.endswith("/loop") else None

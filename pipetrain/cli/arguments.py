@@ -15,7 +15,7 @@ from pipetrain.plan.cluster import size_bytes
 from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.options import DEFAULT_POLICY, OPTIONS, AsynchronousOptions, allowed, described, owners
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.synchrony import synchrony_of
+from pipetrain.schemes.synchrony import synchrony_of, topology_of
 from pipetrain.schemes.table import GRID, HORIZONS
 from pipetrain.schemes.text_form import SUFFIX, chosen
 
@@ -178,6 +178,7 @@ KINDS = {  # where the field's type does not say it
     "horizon": horizon,
     "stretch_momentum": auto_or_bool,
     "synchrony": text_for(synchrony_of),
+    "topology": text_for(topology_of),
 }
 
 

@@ -78,7 +78,7 @@ def add(commands: Any) -> None:
     command.add_argument("--output", type=Path, metavar="FILE", help="write the trace, or one for each scheme")
     add_scheme_options(
         command,
-        ("horizon", "chunks", "order", "compression", "synchrony", "servers", *TREE, "grid"),
+        ("horizon", "chunks", "order", "compression", "synchrony", "topology", "servers", *TREE, "grid"),
         by_default={"children": "all devices, of which the root is none, as children of it"},
     )
     command.set_defaults(run=run)
@@ -103,7 +103,10 @@ def run(options: argparse.Namespace) -> None:
     schemes = options.scheme or ["single", table.DATA_PARALLEL, "spectrain"]
     named = schemes_of(schemes, options)
     check_owned(
-        {name: getattr(options, name) for name in ("order", "compression", "synchrony", "servers", "grid", *TREE)},
+        {
+            name: getattr(options, name)
+            for name in ("order", "compression", "synchrony", "topology", "servers", "grid", *TREE)
+        },
         *named,
     )
     made = given(options, schemes, table.check_name)
@@ -122,6 +125,7 @@ def run(options: argparse.Namespace) -> None:
         servers=options.servers,
         compression=options.compression,
         synchrony=options.synchrony,
+        topology=options.topology,
         minibatches=options.minibatches,
         reduction=options.reduction,
         slowdown=options.slowdown,

@@ -136,11 +136,16 @@ class RunnerStrategy:
         self._prepare(session.rows, session.shapes)
         check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
         self._goes_on = None
-        fit = RunnerFit(session, self._compilation, self._runner_for_data, self._count, self._scheme.asynchronous)
+        fit = RunnerFit(session, self._compilation, self._runner_for_data, self._count, self._reads_ahead)
         self._fit = fit
         session.exits.callback(fit.end)
         self._count.set_fitted(0, self._runner)
         session.epoch_begins, session.figures = fit.begin_epoch, fit.figures
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """Whether minibatches are read ahead of their turn."""
+        return self._scheme.asynchronous
 
     def _prepare(self, rows: int | None, shapes: Shapes | None) -> None:
         self.planner.learn_shapes(shapes)

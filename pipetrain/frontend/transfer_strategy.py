@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import keras
@@ -19,14 +20,14 @@ from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.inputs import Shapes
+from pipetrain.compute.graph.inputs import Shapes, memory_rows
 from pipetrain.compute.keras_private import flat_layers
 from pipetrain.compute.optimizer.clone import plain_momentum, whole_step
 from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.transfers.compression import Compressor
-from pipetrain.compute.transfers.outer_step import OuterStep
-from pipetrain.compute.transfers.step import TransferStep
+from pipetrain.compute.transfers.outer_step import Mixing, OuterStep, OwnWeights
+from pipetrain.compute.transfers.step import OwnPaceStep, TransferStep
 from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
 from pipetrain.frontend.contexts import known
 from pipetrain.frontend.input_data import DEFAULT_ROWS
@@ -37,13 +38,13 @@ from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.plan.choice import TURNS, fastest, finalists
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile, Seconds
-from pipetrain.run.step_runner import StepRunner
+from pipetrain.run.step_runner import OwnPaceRunner, StepRunner
 from pipetrain.run.window import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.compression import compression_of
-from pipetrain.schemes.options import AllReduce, TransferOptions
+from pipetrain.schemes.options import AllReduce, ParameterServer, TransferOptions
 from pipetrain.schemes.scheme import Scheme, UpdateRule
-from pipetrain.schemes.synchrony import synchrony_of
+from pipetrain.schemes.synchrony import RING, Asynchronous, Gossip, LocalSGD, Stale, synchrony_of, topology_of
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
@@ -138,36 +139,58 @@ class TransferStrategy(RunnerStrategy):
         super().__init__(planner, scheme)
         self._serves, self._order, self._servers = scheme.name == SERVING, options.order, servers
         self._compression = compression_of(options.compression)
-        self._synchrony = synchrony_of(options.synchrony) if isinstance(options, AllReduce) else None
         self._devices = planner.layout.devices
+        self._synchrony = synchrony_of(options.synchrony) if isinstance(options, AllReduce | ParameterServer) else None
+        self._topology = topology_of(options.topology) if isinstance(options, AllReduce) else None
+        if isinstance(self._topology, Gossip):
+            self._topology.neighbours(len(self._devices))  # raises for a graph of others
         self._plans: dict[Plan, float] = {}  # as simulated, the shortest 1; one, once it is known which is taken
 
     @property
     def staleness(self) -> Sequence[int]:
-        """One step for weights that are updated late, in the next step; else none."""
+        """One step for weights that are updated late, in the next step; else none.
+
+        Of workers with a pace of their own it is the largest of the last updates.
+        """
+        if isinstance(self._runner, OwnPaceRunner):
+            return [max((each.staleness for each in [*self._runner.arrivals.events]), default=0)]
         return [int(self._runner is not None and bool(self.plan.late.packs))]
 
     @property
     def readers(self) -> Sequence[str]:
-        """Every worker reads its rows."""
-        return self._devices
+        """Every worker reads its rows; whole minibatches this process reads, and sends them."""
+        return () if self._is_at_own_pace else self._devices
+
+    @property
+    def _is_at_own_pace(self) -> bool:
+        """Whether every worker takes whole minibatches."""
+        return isinstance(self._synchrony, Asynchronous)
+
+    @property
+    def _reads_ahead(self) -> bool:
+        return self._is_at_own_pace or super()._reads_ahead
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new."""
         check_loss_scaling(owner.optimizer, self._scheme.name, None)
         if self._serves and self._servers > 1:
             check_whole(owner.optimizer, self._scheme.name, f"{self._servers} servers, each with some of the weights")
-        if isinstance(self._order, Plan) and self._order.late.packs and self._synchrony:
+        if isinstance(self._order, Plan) and self._order.late.packs and self._is_apart:
             raise ValueError(
                 "Workers with weights of their own send nothing late. Received: an order with late packs, "
-                f"synchrony={self._synchrony!r}. Try these packs among its pushes."
+                f"synchrony={self._synchrony!r}, topology={self._topology!r}. Try these packs among its pushes."
             )
         if isinstance(self._order, Plan) and self._order.late.packs:
             check_whole(owner.optimizer, self._scheme.name, "weights that the plan updates late")
+        if self._is_at_own_pace and memory_rows(self.model):
+            raise ValueError(
+                "A worker does not have the minibatch before, of which layers keep rows. Received: stateful layers, "
+                f"synchrony={self._synchrony!r}. Try stateful=False, or synchrony='stale:1'."
+            )
         self._momentum = 0.0
         if self._compression is not None:
             # An embedding's rows are sent as they are, and have no momentum but the optimizer's.
-            is_one = self._synchrony is None and not embeddings(self.model, self.model.trainable_variables)
+            is_one = not self._is_apart and not embeddings(self.model, self.model.trainable_variables)
             self._momentum = self._compression.corrected(is_one * plain_momentum(stepping(owner.optimizer)))
         super().compiled(owner, loss, jit_compile)
         self._plans = {}
@@ -183,7 +206,7 @@ class TransferStrategy(RunnerStrategy):
             for parts in (self._of_servers() if self._serves else self._of_workers())
         ]
         self._compressor = self._new_compressor()
-        self._outer = OuterStep(self._synchrony, self._weights) if self._synchrony else None
+        self._outer = self._new_outer()
         for number, weights in enumerate(self._weights if self._outer else ()):
             weights.apart = number
         kept = [each.slots() for each in (self._compressor, self._outer) if each is not None]
@@ -199,8 +222,31 @@ class TransferStrategy(RunnerStrategy):
 
     @property
     def drains(self) -> bool:
-        """Whether to have the state changes training: workers are joined for it."""
+        """Whether to have the state changes training.
+
+        Workers are joined for it, or their next exchange is later, or the gradient after it is not stale.
+        """
         return self._synchrony is not None or super().drains
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether every worker updates weights of its own."""
+        return isinstance(self._synchrony, LocalSGD) or isinstance(self._topology, Gossip)
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether every gradient is applied while the next step computes."""
+        return isinstance(self._synchrony, Stale)
+
+    def _new_outer(self) -> OwnWeights | None:
+        """What brings workers' own weights together."""
+        if isinstance(self._topology, Gossip):
+            return Mixing(self._topology, self._weights, self._join_steps)
+        return OuterStep(self._synchrony, self._weights) if isinstance(self._synchrony, LocalSGD) else None
+
+    @property
+    def _join_steps(self) -> int:
+        return self._synchrony.steps if isinstance(self._synchrony, LocalSGD) else 1
 
     def _kinds_beside(self) -> list[str]:
         kept = {OF_WORKER.sub("", slot.kind) for slot in self._weights[0].worker_slots}
@@ -226,19 +272,34 @@ class TransferStrategy(RunnerStrategy):
         """The weights on every worker, in two parts if a part of them is updated late."""
         late = set(self.plan.late_variables)
         every = range(len(self._segment.trainable_variables))
-        groups = [[n for n in every if n not in late], *([sorted(late)] if late else [])]
+        groups = [[n for n in every if n not in late], sorted(late)]
+        groups = [each for each in groups if each] or groups[:1]
         return [[WeightsPart(device, each) for each in groups] for device in self._devices]
 
     def _new_runner(self) -> Any:
         count = len(self._devices)
         workers = [Worker(self._segment, device, n, count) for n, device in enumerate(self._devices)]
         reads = self._compilation.metrics.read_predictions
-        return StepRunner(
+        kind: Any = TransferStep
+        make: Any = StepRunner
+        if isinstance(self._synchrony, Asynchronous):
+            kind, make = OwnPaceStep, partial(OwnPaceRunner, self._synchrony)
+        return make(
             self._weights,
             workers,
             self.plan,
-            lambda plan, begun: TransferStep(
-                self._weights, workers, plan, self._serves, HOST, begun, reads, self._compressor, self._outer
+            lambda plan, begun: kind(
+                self._weights,
+                workers,
+                plan,
+                self._serves,
+                HOST,
+                begun,
+                reads,
+                self._compressor,
+                self._outer,
+                self._topology == RING,
+                self._is_stale,
             ),
             WorkerRows(self._devices),
             self._run_settings,
@@ -330,7 +391,7 @@ class TransferStrategy(RunnerStrategy):
         profile, message, work, cluster = None, Message(), Message(), Cluster()
         if is_measured:
             cluster = described(self._devices, within_functions=True)
-            message = message_of(cluster, workers, self._serves)
+            message = message_of(cluster, workers, self._serves, self._topology)
             if message != Message():  # else no order hides anything
                 profile = planner.profile(rows or DEFAULT_ROWS, workers)
                 work = Message(*message_work(self._devices, cluster))
@@ -349,7 +410,9 @@ class TransferStrategy(RunnerStrategy):
             at_once=self._needs_all or bool(stepping(self.optimizer).gradient_accumulation_steps),
             message_work=work,
             gradient_bytes=self._gradient_bytes(),
-            join_steps=self._synchrony.steps if self._synchrony else 1,
+            join_steps=self._join_steps,
+            topology=self._topology,
+            is_stale=self._is_stale,
         )
 
     def _gradient_bytes(self) -> tuple[int, ...] | None:
@@ -372,7 +435,7 @@ class TransferStrategy(RunnerStrategy):
     @property
     def _needs_all(self) -> bool:
         """Whether all gradients are needed at once: their norm, by a class of the user's, or to join weights."""
-        if self._synchrony is not None:
+        if self._is_apart:
             return True
         steps = stepping(self.optimizer)
         return limit(steps.global_clipnorm) is not None or bool(whole_step(steps))
@@ -380,7 +443,12 @@ class TransferStrategy(RunnerStrategy):
     def _planned(self, rows: int | None) -> dict[Plan, float]:
         """The plans of the order as simulated, measured where it depends on that."""
         rows_alone = embeddings(self.model, self._segment.trainable_variables)
+        if self._is_at_own_pace:
+            return {ORDERS["none"](self._setting(rows, is_measured=False).workload, True): 1.0}
         setting = replace(self._setting(rows, is_measured(self._order)), join_steps=1)  # as when all is sent
-        plans = planned(self._order, setting, rows_alone, self._needs_all)
+        plans = planned(self._order, setting, rows_alone, self._needs_all or self._is_stale)
+        if self._is_stale:
+            # Weights that were pulled would share the links with the gradients that are sent then.
+            plans = {each.returning._replace(pushes=Phase(), late=each.pushes): part for each, part in plans.items()}
         # What the steps between two joins take does not depend on the order: trials of few steps would tell nothing.
-        return plans if self._synchrony is None else dict([*plans.items()][:1])
+        return dict([*plans.items()][:1]) if isinstance(self._synchrony, LocalSGD) else plans

@@ -1,27 +1,37 @@
-"""Runs training steps over several devices, each one function, and sends the rows of the next one meanwhile."""
+"""Runs training steps over several devices, each one function, and sends the rows of the next one meanwhile.
+
+Or each worker's steps are functions of its own, which threads call at their own pace.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
+from pipetrain.compute.cores import finish, is_remote
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.transfers.message import RecordedMessage
-from pipetrain.compute.transfers.outer_step import OuterStep
+from pipetrain.compute.transfers.outer_step import OwnWeights
 from pipetrain.compute.transfers.step import Rows
 from pipetrain.compute.transfers.weights import Shares, Worker
-from pipetrain.run.collector import Result
-from pipetrain.run.control import RunSettings
-from pipetrain.run.gradient_exchange import here
+from pipetrain.run.collector import Result, Snapshot
+from pipetrain.run.control import Control, RunSettings, StoppableThread
+from pipetrain.run.gradient_exchange import Closed, here
 from pipetrain.run.stepwise import Stepwise
 from pipetrain.run.worker_rows import WorkerRows
+from pipetrain.schemes.synchrony import Asynchronous
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.records import Span, Transfer, What
 
+Value = TypeVar("Value")
 # Weights on their way to a worker, gradients on their way to their sums, those that the next step's forward hides, and
 # weights that are returned in the step that updates them. Of a grid, activations on their way to the devices of a model
 # group, and their gradients on the way back.
@@ -41,7 +51,8 @@ class StepRunner(Stepwise):
         rows: divides minibatches among the workers.
         settings: called whenever the weights are taken from the model.
         rate: gives the learning rate of a step that begins, None where the optimizers know it.
-        outer: joins the weights of workers that update their own, if they do: after so many steps, and at a drain.
+        outer: brings the weights of workers that update their own together, if they do: after so many steps, and at a
+            drain.
 
     Workers in other processes get their rows of the next minibatch while they compute this one, from when they have
     what their forward waits for: rows that are sent earlier would keep them waiting.
@@ -56,7 +67,7 @@ class StepRunner(Stepwise):
         rows: WorkerRows,
         settings: Callable[[], RunSettings],
         rate: Callable[[], float | None],
-        outer: OuterStep | None = None,
+        outer: OwnWeights | None = None,
     ) -> None:
         super().__init__([worker.device for worker in workers], settings, rate)
         self._weights, self._workers, self._outer = list(weights), list(workers), outer
@@ -67,7 +78,7 @@ class StepRunner(Stepwise):
         self._known: dict[Plan, Any] = {}  # what ran steps by other plans
         self._late_rate: float | None = None  # of the step whose late gradients wait
         self._waiting = False  # whether there are any
-        self._apart = False  # whether workers have weights of their own
+        self._apart = False  # whether workers have made steps that the weights which are stored do not know
 
     def takes(self, plan: Plan) -> bool:
         """Whether its steps can be by this plan, too: the same variables are updated late."""
@@ -119,10 +130,10 @@ class StepRunner(Stepwise):
             self._step.prepare()
         start_s = time.perf_counter()
         try:
-            joins = self._outer is None or (self._steps_done + 1) % self._outer.options.steps == 0
+            joins = self._outer is None or (self._steps_done + 1) % self._outer.steps == 0
             when = {} if self._outer is None else {"joins": joins}
             result, sent = self._step(rows, self._waiting, settings.exact_times, **when)
-            self._apart = not joins
+            self._apart = self._outer is not None and not (joins and self._outer.unites)
         finally:
             self._rows.let_go()
         self._note(start_s, result.times, sent, [each.worker for each in rows])
@@ -175,7 +186,7 @@ class StepRunner(Stepwise):
 
     def _flush(self) -> None:
         if self._apart and self._step is not None:
-            self._step.join()
+            self._step.settle()
             self._apart = False
         if self._waiting and self._step is not None:
             self._set_rates(None)
@@ -186,12 +197,12 @@ class StepRunner(Stepwise):
         self._rows.forget()
 
     def _count(self, settings: RunSettings) -> None:
-        counts = {late: settings.updates for late in (False, True)}
-        for group in self._weights[0].groups:
-            counts[self.plan.are_late(group.numbers)] = int(count_of(group.optimizer).numpy())
-        self._steps_done = counts[False] - settings.updates
+        self._waiting = self._step is not None and self._step.waits
+        groups = [group for group in self._weights[0].groups if group.numbers] or self._weights[0].groups
+        group = next((each for each in groups if not self.plan.are_late(each.numbers)), groups[0])
+        waiting = self._waiting and self.plan.are_late(group.numbers)
+        self._steps_done = int(count_of(group.optimizer).numpy()) - settings.updates + waiting
         self._apart = self._outer is not None and self._outer.is_apart
-        self._waiting = self._step is not None and self._step.is_late and counts[True] < counts[False]
 
     def _load(self, settings: RunSettings) -> None:
         for weights in self._weights:
@@ -214,10 +225,316 @@ class StepRunner(Stepwise):
     def _outcome(self) -> list[Any]:
         """The weights, and the state of all workers, as ``_store`` takes them."""
         first, *others = self._workers
-        values = [*self._weights[0].stored(), *first.outcome(others, self._weights[0].assigned)]
+        stored = self._weights[0].stored() if self._outer is None else self._outer.stored()
+        values = [*stored, *first.outcome(others, self._weights[0].assigned)]
         return [None if each is None else here([each])[0] for each in values]
 
     def _store(self, values: Sequence[Any]) -> None:
         count = len(self._weights[0].variables)
         self._weights[0].store(values[:count])
         self._workers[0].store(values[count:])
+
+
+class Event(NamedTuple):
+    """A worker has taken a minibatch, or has its gradients applied, so many updates after it took it."""
+
+    what: str
+    minibatch: int
+    worker: int
+    staleness: int
+
+
+TAKEN, APPLIED = "taken", "applied"
+
+
+class Arrivals:
+    """The order in which workers take minibatches and apply gradients, written to a file, or as a file says.
+
+    Args:
+        record: the file to write, None for none.
+        replay: the file to follow, None for none.
+
+    Raises ValueError for a file that cannot be followed.
+    """
+
+    def __init__(self, record: str | None, replay: str | None) -> None:
+        self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self._file = None if record is None else Path(record)
+        if self._file is not None:
+            self._file.write_text("", encoding="utf-8")
+        self._due = deque[Event]() if replay is None else deque(_events(Path(replay)))
+
+    @property
+    def due(self) -> Event | None:
+        """What is to be done next; None for anything."""
+        return self._due[0] if self._due else None
+
+    def is_due(self, what: str, worker: int) -> bool:
+        """Whether a worker may do this next."""
+        return self.due is None or (self.due.what, self.due.worker) == (what, worker)
+
+    def add(self, event: Event) -> None:
+        """It was done."""
+        if self._due:
+            self._due.popleft()
+        self.events.append(event)
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(" ".join(map(str, event)) + "\n")
+
+
+KEPT_EVENTS = 10_000
+
+
+def _events(file: Path) -> list[Event]:
+    try:
+        lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
+        return [Event(what, *map(int, numbers)) for what, *numbers in lines]
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"No order of arrivals is in this file. Received: replay={str(file)!r}, {error}. "
+            "Try one that record= wrote."
+        ) from error
+
+
+class Queued(NamedTuple):
+    """A minibatch, its number since the weights were taken from the model, and the learning rate of its step."""
+
+    number: int
+    x: list[tf.Tensor]
+    targets: Any
+    rate: float | None
+
+
+class Exchange:
+    """Where workers take minibatches and bring gradients: one at a time, so that each finds whole versions of weights.
+
+    Every method that waits raises ``Closed`` when nothing is waited for any more.
+
+    Args:
+        arrivals: whose turn it is.
+        workers: how many there are.
+    """
+
+    def __init__(self, arrivals: Arrivals, workers: int) -> None:
+        self._arrivals, self._workers, self._changed = arrivals, workers, threading.Condition()
+        self._busy: set[int] = set()  # the workers that have a minibatch
+        self._posted: deque[Queued] = deque()
+        self._results: dict[int, Result] = {}
+        self._is_closed = False
+        self.begun = self.applied = 0  # minibatches that were posted, and that were applied
+
+    def post(self, x: list[tf.Tensor], targets: Any, rate: float | None) -> None:
+        """A minibatch more."""
+        with self._changed:
+            self._posted.append(Queued(self.begun, x, targets, rate))
+            self.begun += 1
+            self._changed.notify_all()
+
+    def take(self, worker: int, first: int, read: Callable[[], Value]) -> tuple[Queued, int, Value]:
+        """The next minibatch, when it is this worker's turn; how many were applied before; and what is read then."""
+        with self._changed:
+            self._await(lambda: bool(self._posted) and self._arrivals.is_due(TAKEN, worker))
+            posted = self._posted.popleft()
+            self._busy.add(worker)
+            value = read()
+            self._arrivals.add(Event(TAKEN, first + posted.number, worker, 0))
+            self._changed.notify_all()
+            return posted, self.applied, value
+
+    def bring(
+        self, worker: int, first: int, posted: Queued, version: int, result: Result, apply: Callable[[], None]
+    ) -> None:
+        """Apply a minibatch's gradients, when it is this worker's turn."""
+        with self._changed:
+            self._await(lambda: self._arrivals.is_due(APPLIED, worker))
+            apply()
+            self._arrivals.add(Event(APPLIED, first + posted.number, worker, self.applied - version))
+            self._results[posted.number] = result
+            self._busy.remove(worker)
+            self.applied += 1
+            self._changed.notify_all()
+
+    def result(self, number: int) -> Result:
+        """That of a minibatch, when it has been applied; no minibatch is posted meanwhile.
+
+        Raises ValueError where what is due in a replay can then never be done.
+        """
+        with self._changed:
+            self._await(lambda: number in self._results or self._is_stuck())
+            if number not in self._results:
+                due = " ".join(map(str, self._arrivals.due or ()))
+                raise ValueError(
+                    f"This run is not the one that was recorded. Received: replay= with {due!r} as what is done next. "
+                    "Try the data, the workers, the bound and the checkpoints of that run."
+                )
+            return self._results.pop(number)
+
+    def _is_stuck(self) -> bool:
+        due = self._arrivals.due
+        if due is None:
+            return False
+        if due.what == APPLIED:
+            return due.worker not in self._busy
+        return not self._posted or due.worker in self._busy or due.worker >= self._workers
+
+    def close(self) -> None:
+        """Nothing is waited for any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _await(self, there: Callable[[], bool]) -> None:
+        while not (self._is_closed or there()):
+            self._changed.wait()
+        if self._is_closed:
+            raise Closed
+
+
+class OwnPaceWorker(StoppableThread):
+    """Takes a minibatch whenever it is free, until the exchange is closed."""
+
+    def __init__(self, worker: int, runner: OwnPaceRunner) -> None:
+        super().__init__(name=f"pipetrain worker {worker}", daemon=True)
+        self._worker, self._runner, self._doing = worker, runner, "the start"
+        self._exchange, self._control = runner.exchange, runner.control
+
+    def run(self) -> None:
+        """The thread's body."""
+        try:
+            while True:
+                posted, version, weights = self._exchange.take(self._worker, self._runner.made, self._runner.read)
+                self._doing = f"minibatch {posted.number}"
+                start_s = time.perf_counter()
+                result, gradients = self._runner.compute(self._worker, posted, weights)
+                apply = partial(self._runner.apply, self._worker, posted, gradients, start_s)
+                self._exchange.bring(self._worker, self._runner.made, posted, version, result, apply)
+        except Closed:
+            pass
+        except BaseException as error:
+            self._control.fail(error, f"Raised in {self._doing} of worker {self._worker}")
+
+
+class OwnPaceRunner(StepRunner):
+    """Each worker takes whole minibatches by itself, and the servers apply its gradients when they are there.
+
+    Threads live from the first ``post`` to the next ``drain``, which waits until all minibatches have been applied.
+
+    Args:
+        synchrony: how far workers go ahead, and the order of arrivals.
+        others: those of ``StepRunner``.
+    """
+
+    def __init__(self, synchrony: Asynchronous, *others: Any) -> None:
+        super().__init__(*others)
+        self.sends_ahead = False
+        self.window = synchrony.ahead(len(self._workers)) + 1
+        self.arrivals = Arrivals(synchrony.record, synchrony.replay)
+        self.exchange, self.control = self._new_exchange(), Control(RunSettings())
+        self._threads: list[OwnPaceWorker] = []
+        self._taken = 0  # results
+        self._made_ahead = deque[Snapshot]()  # of steps whose results nobody has taken yet
+
+    def post(self, x: list[tf.Tensor], y: Any, sample_weight: Any, learning_rate: float | None) -> None:
+        """Give a minibatch to the worker that is free next."""
+        _ = self._run or self._start()
+        self.exchange.post(x, (y, sample_weight), self._rate())
+
+    def result(self) -> Result:
+        """The next minibatch's loss and predictions, in order."""
+        if self._results:
+            return self._results.popleft()
+        found = self.control.guarded(lambda: self.exchange.result(self._taken))
+        self._taken += 1
+        self._steps_done = self._taken
+        self._hand_out()
+        return found
+
+    def _hand_out(self) -> None:
+        """Snapshots are those of steps whose results were taken."""
+        while self._run and self._made_ahead and self._made_ahead[0].version <= self._run.steps + self._taken:
+            self.snapshots.append(self._made_ahead.popleft())
+
+    def read(self) -> Any:
+        """The weights as they are."""
+        return self._step.read()
+
+    def compute(self, worker: int, posted: Queued, weights: Any) -> tuple[Result, Any]:
+        """A minibatch's result and gradients, by one of the threads."""
+        device = self._workers[worker].device
+        x, targets = posted.x, posted.targets
+        if is_remote(device):  # a worker does not fetch from this process: it is given what it needs
+            with tf.device(device):
+                x, targets = tf.nest.map_structure(_there, (x, targets))
+        inputs = self._weights[0].sorted(BoundaryTensors(x, [None] * len(x)), targets)
+        made, gradients = self._step.compute(worker, weights, Rows(worker, inputs, self._whole[worker]))
+        finish(device)  # what fails does so here
+        return Result(made.loss, made.output), gradients
+
+    def apply(self, worker: int, posted: Queued, gradients: Any, start_s: float) -> None:
+        """Update the weights; one thread at a time."""
+        self._set_rates(posted.rate)
+        self._step.apply(gradients)
+        for group in self._weights[0].groups:
+            group.updated()
+        settings = self._run
+        assert settings is not None  # within a run
+        version = settings.steps + self.exchange.applied + 1
+        if settings.snapshot_every and version % settings.snapshot_every == 0:
+            self._made_ahead.append(Snapshot(version, [self._outcome()]))
+        number, device = self.made + posted.number, self._workers[worker].device
+        self._spans.append(Span("FB", 0, number, device, start_s, time.perf_counter(), number, worker))
+
+    def _gradients_traced(self, targets: Any) -> Sequence[Any]:
+        masks = super()._gradients_traced(targets)
+        if numbers := self._weights[0].assigned_weights:
+            names = [self._weights[0].segment.trainable_variables[n].path for n in numbers]
+            raise ValueError(
+                "Layers that assign to trained weights would have another worker's replaced. Received: "
+                f"synchrony='asynchronous', with assignments to {names}. Try synchrony='stale:1'."
+            )
+        return masks
+
+    def _load(self, settings: RunSettings) -> None:
+        super()._load(settings)
+        if self._step is None:
+            self._step = self._steps(self.plan, None)
+            for worker in range(len(self._workers)):
+                self._step.prepare_worker(worker)
+            self._await_writes()
+        self._run = settings  # of which shares know whether a loss is a mean
+        self._whole = [self._shares_of(worker.device, 1.0) for worker in self._workers]
+        self.exchange, self.control, self._taken = self._new_exchange(), Control(settings), 0
+        self._made_ahead.clear()
+        self.control.boxes.append(self.exchange)
+        self._threads = [OwnPaceWorker(worker, self) for worker in range(len(self._workers))]
+        for thread in self._threads:
+            thread.start()
+
+    def _new_exchange(self) -> Exchange:
+        return Exchange(self.arrivals, len(self._workers))
+
+    def _rest(self) -> None:
+        """All minibatches are applied; their results are kept for who takes them."""
+        while self._taken < self.exchange.begun:
+            found = self.control.guarded(lambda: self.exchange.result(self._taken))
+            self._taken += 1
+            self._results.append(found)
+        self._steps_done = self.exchange.applied
+        self._hand_out()
+        self._stop()
+
+    def _stop(self) -> None:
+        self.control.close()
+        for thread in self._threads:
+            thread.ended(self._lost.gives_up)
+        self._threads = []
+
+    def lose(self, error: Exception) -> None:
+        """From another thread: a worker is lost. Whoever waits for workers is given the error."""
+        super().lose(error)
+        self.control.lose(error)
+
+
+def _there(tensor: Any) -> Any:
+    return None if tensor is None else tf.identity(tensor)

@@ -17,7 +17,16 @@ from pipetrain.schemes.coded_reduce import Tree, checked_tree
 from pipetrain.schemes.compression import COMPRESSIONS, CUTS, Compression, check_crossing, compression_of
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
-from pipetrain.schemes.synchrony import LocalSGD, check_synchrony, synchrony_of
+from pipetrain.schemes.synchrony import (
+    Asynchronous,
+    Gossip,
+    Synchrony,
+    check_synchrony,
+    check_together,
+    check_topology,
+    synchrony_of,
+    topology_of,
+)
 from pipetrain.schemes.table import (
     AUTO,
     CODED,
@@ -39,9 +48,10 @@ from pipetrain.schemes.transfers.orders import ORDERS, check_order, check_server
 from pipetrain.schemes.transfers.plan import Plan
 
 STALENESS = ("none", "predicted")  # what ``auto`` may allow of the weights that gradients are made with
-# What ``auto`` may choose beside training that equals the unsplit model's: predicted weights, compressed gradients, and
-# workers that join their weights after some steps.
-ALLOWED = ("staleness", "compression", "local")
+# What ``auto`` may choose beside training that equals the unsplit model's: predicted weights, compressed gradients,
+# workers that join their weights after some steps, workers that average theirs with neighbours', and gradients that are
+# applied a step later.
+ALLOWED = ("staleness", "compression", "local", "gossip", "stale")
 DEFAULT_POLICY = {  # the options of ``table.scheme``
     "horizon": HORIZONS[0],
     "spike_compensation": False,
@@ -393,22 +403,39 @@ class AllReduce(TransferOptions):
             ``pipetrain.TopK(share=0.001)``. Every device sends its own gradients to all that need them.
         synchrony: ``synchronous``; or ``local``, ``"local:32"``, ``pipetrain.LocalSGD(steps=32)``: each worker updates
             weights of its own, and after so many steps all go on from one. What is sent then, and what is compressed,
-            is by how much these differ from the weights before.
+            is by how much these differ from the weights before. Or ``stale``, ``"stale:1"``: gradients are sent and
+            applied while the next step computes.
+        topology: ``direct``, where each worker sends to all others; ``ring``, where it sends to the next one alone, of
+            which sums are made part by part; or ``gossip``, ``"gossip:torus"``, ``pipetrain.Gossip(graph=...)``: each
+            worker has weights of its own, which it averages with its neighbours' after every step, or after every so
+            many with ``local``.
     """
 
     name: ClassVar[str] = "all-reduce"
-    synchrony: str | LocalSGD | None = field(
+    synchrony: str | Synchrony | None = field(
         default=None,
         metadata=described(
-            "when workers join their weights: synchronous, in every step; or local:STEPS, after so many of their own",
-            metavar="NAME[:STEPS]",
+            "when workers join their weights: synchronous, in every step; local:STEPS, after so many of their own; or "
+            "stale:1, while the next step computes",
+            metavar="NAME[:NUMBER]",
             by_default="synchronous",
+        ),
+    )
+    topology: str | Gossip | None = field(
+        default=None,
+        metadata=described(
+            "who sends to whom: direct, each worker to all; ring, each to the next one; or gossip, gossip:torus, "
+            "gossip:complete, each averages its weights with its neighbours'",
+            metavar="NAME[:GRAPH]",
+            by_default="direct",
         ),
     )
 
     def _check(self) -> None:
         super()._check()
         check_synchrony(self.synchrony, self.name)
+        check_topology(self.topology, self.name)
+        check_together(self.topology, self.synchrony, self.compression)
 
 
 @dataclass(frozen=True, repr=False)
@@ -421,16 +448,34 @@ class ParameterServer(TransferOptions):
         compression: as that of ``AllReduce``; weights come back as they are.
         servers: on how many of the devices the weights and the optimizer's slots are, each layer's on one of them, so
             that each has about as many bytes; None: on all.
+        synchrony: ``synchronous``; ``stale``, as that of ``AllReduce``; or ``asynchronous``, where every worker takes
+            whole minibatches at its own pace, ``"asynchronous:3"``, ``pipetrain.Asynchronous(bound=3)``.
     """
 
     name: ClassVar[str] = SERVING
     servers: int | None = field(
         default=None, metadata=described("on how many of the devices the weights are", metavar="N", by_default="all")
     )
+    synchrony: str | Synchrony | None = field(
+        default=None,
+        metadata=described(
+            "when gradients are applied: synchronous, in their own step; stale:1, while the next one computes; or "
+            "asynchronous, those of each worker when they are there",
+            metavar="NAME[:NUMBER]",
+            by_default="synchronous",
+        ),
+    )
 
     def _check(self) -> None:
         super()._check()
         check_servers(self.servers, self.name)
+        check_synchrony(self.synchrony, self.name)
+        check_together(None, self.synchrony, self.compression)
+        if isinstance(synchrony_of(self.synchrony), Asynchronous) and self.order not in (BEST_ORDER, "none"):
+            raise ValueError(
+                "Workers that go at their own pace have no step in which transfers have an order. Received: "
+                f"order={self.order!r}, synchrony={self.synchrony!r}. Try order='none'."
+            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -471,8 +516,9 @@ class Auto(SchemeOptions):
             that never drain, whose weights are predicted (``SpecTrain(horizon="target")``), too.
         allow: what else it may choose, a tuple or a text with commas: ``staleness``, which is ``predicted`` above;
             ``compression``, an all-reduce with compressed gradients, and pipelines whose cuts are crossed by 8 bits;
-            ``local``, an all-reduce whose workers join their weights after 8 steps. With the last two also both
-            together.
+            ``local``, an all-reduce whose workers join their weights after 8 steps; ``gossip``, one whose workers
+            average theirs with their neighbours' on a ring; ``stale``, one whose gradients are applied while the next
+            step computes. Of the last four also two together, as far as these can be.
     """
 
     name: ClassVar[str] = AUTO
@@ -563,8 +609,11 @@ def check_microbatches(microbatches: Any, scheme: AnyScheme) -> None:
 def policy_of(scheme: AnyScheme) -> dict[str, Any]:
     """What of a scheme's options decides on the weights, as JSON can hold it: of ``table.scheme``, and what is sent."""
     if isinstance(scheme, TransferOptions):
-        synchrony = synchrony_of(scheme.synchrony) if isinstance(scheme, AllReduce) else None
-        sent = {"compression": compression_of(scheme.compression), "synchrony": synchrony}
+        sent: dict[str, Any] = {"compression": compression_of(scheme.compression)}
+        if isinstance(scheme, AllReduce | ParameterServer):
+            sent["synchrony"] = synchrony_of(scheme.synchrony)
+        if isinstance(scheme, AllReduce):
+            sent["topology"] = topology_of(scheme.topology)
         return {**DEFAULT_POLICY, **{name: str(each) for name, each in sent.items() if each is not None}}
     policy = scheme.policy if isinstance(scheme, AsynchronousOptions) else dict(DEFAULT_POLICY)
     crossing = compression_of(scheme.compression) if isinstance(scheme, PipelineOptions | Scheme) else None
@@ -693,6 +742,7 @@ CHECKS: dict[str, Callable[[Any, str], object]] = {
     "order": check_order,
     "servers": check_servers,
     "synchrony": check_synchrony,
+    "topology": check_topology,
 }
 
 

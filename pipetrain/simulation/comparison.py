@@ -17,7 +17,7 @@ from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.compression import Compression
 from pipetrain.schemes.options import AnyScheme, check_microbatches, compressing, name_of, splits
-from pipetrain.schemes.synchrony import LocalSGD
+from pipetrain.schemes.synchrony import Gossip, Stale, Synchrony, synchrony_of
 from pipetrain.schemes.table import (
     CODED,
     GRID,
@@ -120,7 +120,8 @@ def compare(
     grid: object = None,
     servers: int | None = None,
     compression: str | Compression | None = None,
-    synchrony: str | LocalSGD | None = None,
+    synchrony: str | Synchrony | None = None,
+    topology: str | Gossip | None = None,
     **options: Any,
 ) -> Comparison:
     """Simulate each scheme with the partition that suits it, and ``single`` to compare with.
@@ -143,7 +144,8 @@ def compare(
         grid: of the scheme of this name; by default the one that sends the least.
         servers: of ``parameter-server``, on as many of the devices; by default on all.
         compression: of the gradients of those schemes that order their transfers, and of what crosses pipelines' cuts.
-        synchrony: of ``all-reduce``.
+        synchrony: of ``all-reduce``; of ``parameter-server`` if it is ``stale``.
+        topology: of ``all-reduce``.
         options: of ``simulate``.
 
     Raises:
@@ -167,7 +169,8 @@ def compare(
                 order,
                 servers=servers if name == SERVING else None,
                 compression=compression,
-                synchrony=None if name == SERVING else synchrony,
+                synchrony=synchrony if name != SERVING or isinstance(synchrony_of(synchrony), Stale) else None,
+                topology=None if name == SERVING else topology,
             )
             for name in TRANSFERRING
         },

@@ -18,14 +18,14 @@ from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, TransferOptions, name_of
-from pipetrain.schemes.synchrony import synchrony_of
+from pipetrain.schemes.synchrony import Asynchronous, Gossip, LocalSGD, Stale, synchrony_of
 from pipetrain.schemes.table import CODED, DATA_PARALLEL, GRID, SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import ONE_BY_ONE, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Phase, Plan, Workload
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel import Setting
 from pipetrain.simulation.grid import estimated_grid
-from pipetrain.simulation.profiled import auto, mean_step_s, setting_of
+from pipetrain.simulation.profiled import auto, mean_step_s, sent_times, setting_of
 
 MOST_WORKERS, MOST_LAYERS = 4, 48  # that are simulated as they are
 MOST_EXCHANGING = 16  # devices every two of which exchange messages, or that are a tree: what is simulated then
@@ -85,14 +85,23 @@ class Copies:
         servers = scheme.servers if isinstance(scheme, ParameterServer) else None
         named = order if isinstance(order, str) else None
         compression = compression_of(scheme.compression) if isinstance(scheme, TransferOptions) else None
-        synchrony = scheme.synchrony if isinstance(scheme, AllReduce) else None
-        setting = setting_of(self._profile, name, self._devices, self._cluster, servers, compression, synchrony)
+        synchrony = scheme.synchrony if isinstance(scheme, AllReduce | ParameterServer) else None
+        topology = scheme.topology if isinstance(scheme, AllReduce) else None
+        joined = synchrony_of(synchrony)
+        way = servers, compression, synchrony, topology
+        setting = setting_of(self._profile, name, self._devices, self._cluster, *way)
         plan, workload, step_s = _estimated(setting, named)
+        if isinstance(joined, Asynchronous):  # as if all had a minibatch each, and waited for each other
+            step_s /= self._devices
         weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster, servers)
         # What messages have lacked so far, beside the gradients that arrive of all at once.
         kept = 0 if compression is None else int(compression.error_feedback) + 1
-        if (joined := synchrony_of(synchrony)) is not None:  # the weights before, the momentum, and how far they moved
+        if isinstance(setting.topology, Gossip):  # the worker's own, and those that arrive
+            kept += 2
+        elif isinstance(joined, LocalSGD):  # the weights before, the momentum, how far they moved
             kept += 2 + bool(joined.momentum)
+        elif isinstance(joined, Stale):  # the gradients that wait, and the weights that the forward reads
+            kept += 2
         if name != SERVING:  # what comes from other processes is added beside the device's own gradients
             return self._way(scheme, step_s, -int((kept + (not self._shares_memory)) * weights_bytes))
         elsewhere_bytes = self._training.slots * (weights_bytes - own_bytes)
@@ -178,7 +187,7 @@ def on_fullest_server(
 
 def _two(setting: Setting) -> Setting:
     others, slowest = setting.workers - 1, setting.cluster.slowest(setting.workers)
-    servers, times, messages = 1, 2 * others / setting.workers, 2
+    servers, (times, messages) = 1, sent_times(setting.workers, setting.topology)
     if setting.gradient_bytes is not None:
         times, messages = others, 1
     if setting.serves:
@@ -187,7 +196,8 @@ def _two(setting: Setting) -> Setting:
         times, messages = others * (fullest_bytes / of_two_bytes if of_two_bytes else 1), 1
     link = Link(slowest.bandwidth_bytes_per_s / times, messages * slowest.latency_s)
     processors = max(2 * setting.cluster.processors / setting.workers, 1.0)
-    return replace(setting, workers=2, servers=servers, cluster=Cluster((Level(link),), processors=processors))
+    cluster = Cluster((Level(link),), processors=processors)
+    return replace(setting, workers=2, servers=servers, cluster=cluster, topology=None)
 
 
 def _fullest_bytes(setting: Setting, servers: int) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.synchrony import RING, Gossip
 from pipetrain.schemes.transfers.plan import Message, Pack, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.kernel import Kernel, varying
 from pipetrain.simulation.simulated_trace import trace_of_devices
@@ -42,6 +43,9 @@ class Setting:
             that need the sum. None: gradients are as large as the variables.
         join_steps: of workers that update weights of their own, the steps after which they send anything; the updates
             of the steps between are left out. 1: of every step.
+        topology: of workers that sum gradients: ``RING``, or ``Gossip``, whose workers send weights to their
+            neighbours alone; None: each sends to all others.
+        is_stale: whether gradients are sent and applied while the next step computes, by the weights before.
 
     Raises ValueError for counts below 1, more servers than workers, and times and sizes that are negative or infinite.
     """
@@ -58,6 +62,8 @@ class Setting:
     message_work: Message = NOTHING
     gradient_bytes: tuple[int, ...] | None = None
     join_steps: int = 1
+    topology: Gossip | str | None = None
+    is_stale: bool = False
 
     def __post_init__(self) -> None:
         for name in ("workers", "servers", "join_steps"):
@@ -112,6 +118,7 @@ def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: 
     Raises ValueError for a plan that does not move every variable once each way, and for counts below 1.
     """
     check_plan(plan, setting.workload.sizes_bytes, setting.serves)
+    plan = plan.returning if setting.is_stale else plan
     checked_count("minibatches", minibatches, COUNTED, 8)
     kernel = Kernel(setting.cluster, [varying(slowdown, seed)] * setting.workers, setting.message_work)
     programs, before = programs_of(setting, plan, minibatches), _first_rows(setting)
@@ -124,7 +131,10 @@ def programs_of(setting: Setting, plan: Plan, steps: int) -> list[StepProgram]:
     made: dict[tuple[bool, bool, bool], StepProgram] = {}
     programs = []
     for step in range(steps):
-        has_late, has_next = step > 0 and bool(plan.late.packs), step + 1 < steps and setting.input_bytes > 0
+        has_late, has_next = (
+            step > 0 and (setting.is_stale or bool(plan.late.packs)),
+            step + 1 < steps and setting.input_bytes > 0,
+        )
         key = has_late, has_next, (step + 1) % setting.join_steps == 0
         if key not in made:
             made[key] = _ExchangeStep(setting, plan if key[2] else ALONE, has_late, has_next).program
@@ -170,7 +180,12 @@ class _ExchangeStep:
             there = self.program.add(Join(), self._weights)
             for worker in self._workers[1:]:
                 self.program.add(_rows_for(setting, worker), [there])
-        self._compute(self._pushes(len(late.packs)))
+        if setting.is_stale:
+            for sums in self._pushes(0) if has_late else ():
+                sums.offer_all()
+            self._compute([])
+        else:
+            self._compute(self._pushes(len(late.packs)))
 
     def _pull(self) -> None:
         """Every server sends its part of each pack to every worker, to each in the phase's order, itself first."""
@@ -202,8 +217,7 @@ class _ExchangeStep:
         for place, pack in enumerate(phase.packs):
             for sink in self._workers:
                 self._bring(sink, pack, sums.update(place, Task(sink, "F", self._update_s(pack))), [])
-            for worker in self._workers:
-                sums.offer(place, worker, [])
+        sums.offer_all()
 
     def _pushes(self, before: int) -> list[_GradientSums]:
         """The sums of each server's gradients, or of all devices', with the updates, and what is then returned."""
@@ -278,7 +292,8 @@ class _GradientSums:
     """The sums of a phase's gradients: on the server whose phase it is, or on every worker.
 
     Among more than two workers each adds a part of the pack and sends the sum to all others, unless gradients are
-    compressed.
+    compressed. On a ring each part goes from worker to worker, and then its sum. In a gossip a worker has the sum of
+    its own and its neighbours'.
 
     Args:
         program: of the step.
@@ -292,7 +307,11 @@ class _GradientSums:
         self.phase, self._program, self._setting = phase, program, setting
         self._before, self._workers, self._sinks = before, range(setting.workers), sinks
         self._places = _Places(program, phase)
-        self._scatters = len(sinks) > 2 and setting.gradient_bytes is None
+        self._scatters = len(sinks) > 2 and setting.gradient_bytes is None and setting.topology is None
+        self._is_ring = setting.topology == RING
+        self._sources = {sink: {*self._workers} for sink in sinks}
+        if isinstance(setting.topology, Gossip):
+            self._sources = {sink: {*each} for sink, each in enumerate(setting.topology.neighbours(setting.workers))}
         self._added = [{sink: program.add(Join()) for sink in sinks} for _ in phase.packs]
         self._there: list[dict[int, int]] = []  # by place and sink: what says that all parts of the sum are there
         self._came: list[dict[int, list[int]]] = [{sink: [] for sink in sinks} for _ in phase.packs]
@@ -305,6 +324,24 @@ class _GradientSums:
                         there = self._send(place, sink, worker, None, [there])
                         self._came[place][worker].append(there)
                     program.wait(self._there[place][worker], there)
+            if self._is_ring:
+                self._there[-1] = self._around(place)
+
+    def _around(self, place: int) -> dict[int, int]:
+        """Every part of a pack, from worker to worker; gives what says that all its sums are at a worker."""
+        there, count = {worker: self._program.add(Join()) for worker in self._workers}, len(self._workers)
+        for part in self._workers:
+            came = self._added[place][part]
+            for hop in range(1, 2 * count - 1):
+                source, sink = (part + hop - 1) % count, (part + hop) % count
+                came = self._send(place, source, sink, self._places.behind(place) if hop == 1 else None, [came])
+                if hop < count:
+                    came = self._program.add(Join(), [came, self._added[place][sink]])
+                else:
+                    self._came[place][sink].append(came)
+                if hop >= count - 1:
+                    self._program.wait(there[sink], came)
+        return there if count > 1 else self._added[place]
 
     def update(self, place: int, task: Task) -> int:
         """A task that awaits the sum of a pack on its device, and uses the messages that brought it."""
@@ -318,22 +355,29 @@ class _GradientSums:
             if sink == worker:
                 for awaited in awaits:
                     self._program.wait(self._added[place][sink], awaited)
+            if sink == worker or self._is_ring or worker not in self._sources[sink]:
                 continue
             sent = self._send(place, worker, sink, self._places.behind(place), awaits)
             self._program.wait(self._added[place][sink], sent)
             if not self._scatters:
                 self._came[place][sink].append(sent)
 
+    def offer_all(self) -> None:
+        """All workers have all gradients when the step begins."""
+        for place in range(len(self.phase.packs)):
+            for worker in self._workers:
+                self.offer(place, worker, [])
+
     def _send(self, place: int, source: int, sink: int, behind: int | None, awaits: Sequence[int]) -> int:
         pushed_bytes = self._setting.pushed_bytes(self.phase.packs[place])
-        size_bytes = pushed_bytes / (len(self._sinks) if self._scatters else 1)
+        size_bytes = pushed_bytes / (len(self._sinks) if self._scatters or self._is_ring else 1)
         message = Send("R", source, sink, size_bytes, self._before + place, behind)
         return self._places.send(place, message, awaits)
 
 
 def beginning_with(device: int, others: range) -> list[int]:
     """The others, beginning with this device's place: so that not all send to the same one first."""
-    first = device % len(others)
+    first = device % max(len(others), 1)
     return [*others[first:], *others[:first]]
 
 

@@ -30,6 +30,7 @@ from pipetrain.schemes.options import (
     with_options,
 )
 from pipetrain.schemes.schedules import has_halves
+from pipetrain.schemes.synchrony import Gossip
 from pipetrain.schemes.table import CHUNKED, PIPELINES, UNCUT
 from pipetrain.schemes.text_form import stages_of
 from pipetrain.simulation.copies import KINDS, Copies
@@ -40,7 +41,8 @@ TARGET = SpecTrain(horizon="target")
 TARGET_MICROBATCHES = (1, 2, 4, 8, 16)  # of it: at least a quarter of the stages
 ROUNDS = (1, 2, 4, 8)  # numbers of microbatches to try, in those of devices
 MOST = 8192  # microbatches of all devices together that are worth the time to simulate them
-SENT, LOCAL = ("int8", "int4", "top-k", "power-sgd"), "local:8"  # to try, where training need not be exact
+SENT = "int8", "int4", "top-k", "power-sgd"  # to try, where training need not be exact
+LOCAL, STALE = "local:8", "stale:1"
 CROSSING = "int8"  # likewise
 CHUNKS = (2, 3)  # stages a device to try, where a schedule leaves that open
 SUM_PASSES = 3  # over the weights' bytes: a sum of two gradients reads both and is written
@@ -199,15 +201,18 @@ class Chooser:
         return replace(parts, blocks=blocks, microbatches=1)
 
     def _sending_less(self) -> Iterator[Way]:
-        """An all-reduce with compressed gradients, with workers that join their weights after some steps, or both."""
+        """An all-reduce that sends less, less often or while the next step computes, or to neighbours alone."""
         compressions = SENT if "compression" in self._allow else ()
-        synchronies = (None, LOCAL) if "local" in self._allow else (None,)
-        for compression, synchrony in product((None, *compressions), synchronies):
-            if self._copies is not None and (compression or synchrony):
-                scheme = AllReduce(compression=compression, synchrony=synchrony)
+        synchronies = [None, *(each for each in (LOCAL, STALE) if each.partition(":")[0] in self._allow)]
+        sent: list[tuple[str | None, str | None]] = [(compression, None) for compression in (None, *compressions)]
+        sent += [(None, Gossip.name)] if "gossip" in self._allow else []
+        for (compression, topology), synchrony in product(sent, synchronies):
+            is_one = compression or topology or synchrony
+            if self._copies is not None and is_one and not (topology and synchrony == STALE):
+                scheme = AllReduce(compression=compression, synchrony=synchrony, topology=topology)
                 way = self._copies.of(scheme)
                 if way is not None:
-                    yield way._replace(is_exact=False, family=f"all-reduce, {compression}, {synchrony}")
+                    yield way._replace(is_exact=False, family=f"all-reduce, {compression}, {synchrony}, {topology}")
 
     def _crossed_by_less(self) -> Iterator[Way]:
         """1F1B with compressed cuts, of one device a stage and of several."""

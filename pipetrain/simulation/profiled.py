@@ -9,7 +9,17 @@ from typing import Any
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes.compression import FLOAT_BYTES, Compression, compression_of
-from pipetrain.schemes.synchrony import LocalSGD, synchrony_of
+from pipetrain.schemes.synchrony import (
+    RING,
+    Asynchronous,
+    Gossip,
+    LocalSGD,
+    Stale,
+    Synchrony,
+    check_together,
+    synchrony_of,
+    topology_of,
+)
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, ORDERS, check_order, check_servers, orders
 from pipetrain.schemes.transfers.plan import Layer, Message, Plan, Workload
@@ -31,7 +41,8 @@ def simulate_order(
     minibatches: int = STEPS,
     servers: int | None = None,
     compression: str | Compression | None = None,
-    synchrony: str | LocalSGD | None = None,
+    synchrony: str | Synchrony | None = None,
+    topology: str | Gossip | None = None,
     **options: Any,
 ) -> Trace:
     """Simulate ``all-reduce`` or ``parameter-server`` of a profiled model, with transfers in an order by its name.
@@ -52,7 +63,8 @@ def simulate_order(
             TensorFlow's threads work.
         compression: of gradients; a block's are taken for one matrix, as near to a square as can be, and what encoding
             them takes is left out.
-        synchrony: of ``all-reduce``: how often weights are joined.
+        synchrony: how often weights are joined, or when gradients are applied.
+        topology: of ``all-reduce``: who sends to whom.
         options: of ``simulate_plan``.
 
     Raises ValueError for an order or servers that the scheme does not have, more servers than workers, and more workers
@@ -60,7 +72,12 @@ def simulate_order(
     """
     check_order(order, scheme)
     check_servers(servers, scheme)
-    setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers, compression, synchrony)
+    if isinstance(synchrony_of(synchrony), Asynchronous):
+        raise ValueError(
+            "Workers that take minibatches at their own pace are not simulated. Received: "
+            f"synchrony={synchrony!r}. Try synchrony='stale:1', or PipelineModel.explain, which estimates it."
+        )
+    setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers, compression, synchrony, topology)
     plan = auto(setting) if order == AUTO else ORDERS[order](setting.workload, setting.serves)
     return simulate_plan(setting, plan, max(minibatches, setting.join_steps), **options)
 
@@ -78,7 +95,8 @@ def setting_of(
     cluster: Cluster,
     servers: int | None = None,
     compression: str | Compression | None = None,
-    synchrony: str | LocalSGD | None = None,
+    synchrony: str | Synchrony | None = None,
+    topology: str | Gossip | None = None,
 ) -> Setting:
     """Such workers. Raises ValueError for more of them than rows."""
     if workers > profile.batch_size:
@@ -87,11 +105,14 @@ def setting_of(
             f"Try {profile.batch_size} workers."
         )
     serves = scheme == SERVING
-    workload = workload_of(profile, workers, message_of(cluster, workers, serves))
+    check_together(topology, synchrony, compression)
+    sends, joining = topology_of(topology), synchrony_of(synchrony)
+    parts = 1 if isinstance(joining, Asynchronous) else workers  # of each minibatch
+    workload = workload_of(profile, parts, message_of(cluster, workers, serves, sends))
     # Logical devices of a processor have one pool of threads, all of which do what servers are given.
     shares = serves and servers is None and cluster.slowest(workers) == SHARED_MEMORY
     caller_s = between_steps_s(profile, cluster)
-    compressing, joining, gradient_bytes = compression_of(compression), synchrony_of(synchrony), None
+    compressing, gradient_bytes = compression_of(compression), None
     if compressing is not None:
         gradient_bytes = tuple(compressing.sent_bytes(squarish(each // FLOAT_BYTES)) for each in workload.sizes_bytes)
     return Setting(
@@ -103,8 +124,10 @@ def setting_of(
         servers or workers,
         whole=not shares,
         gradient_bytes=gradient_bytes,
-        at_once=joining is not None,
-        join_steps=joining.steps if joining else 1,
+        at_once=isinstance(joining, LocalSGD) or isinstance(sends, Gossip),
+        join_steps=joining.steps if isinstance(joining, LocalSGD) else 1,
+        topology=sends,
+        is_stale=isinstance(joining, Stale),
     )
 
 
@@ -130,16 +153,26 @@ def workload_of(profile: Profile, workers: int, message: Message) -> Workload:
     return Workload(tuple(layers), tuple(sizes), message)
 
 
-def message_of(cluster: Cluster, workers: int, serves: bool) -> Message:
-    """What a message between the workers takes, for plans that are made by a formula.
-
-    Among r > 2 workers an all-reduce sends each byte ``2 (r-1)/r`` times, in two messages.
-    """
+def message_of(cluster: Cluster, workers: int, serves: bool, topology: Gossip | str | None = None) -> Message:
+    """What a message between the workers takes, for plans that are made by a formula."""
     if workers == 1:
         return Message()
     link = cluster.slowest(workers)
-    times, steps = (1.0, 1) if serves or workers == 2 else (2 * (workers - 1) / workers, 2)
+    times, steps = (1.0, 1) if serves else sent_times(workers, topology)
     return Message(steps * link.latency_s, times / link.bandwidth_bytes_per_s)
+
+
+def sent_times(workers: int, topology: Gossip | str | None) -> tuple[float, int]:
+    """How often an all-reduce sends each byte from the worker that sends most, and in how many messages in turn.
+
+    Among r workers it is ``2 (r-1)/r`` times, in two messages, on a ring in ``2 (r-1)``; two workers send all to each
+    other. In a gossip it is once to every neighbour.
+    """
+    if isinstance(topology, Gossip):
+        return float(max(map(len, topology.neighbours(workers)))), 1
+    if topology == RING:
+        return 2 * (workers - 1) / workers, 2 * (workers - 1)
+    return (1.0, 1) if workers == 2 else (2 * (workers - 1) / workers, 2)
 
 
 def auto(setting: Setting) -> Plan:

@@ -116,6 +116,13 @@ SCHEMES = [
         "In a tree of two levels the coefficients of both multiply.",
     ),
     Fault(
+        "metropolis-weights",
+        "pipetrain/schemes/synchrony.py",
+        "Fraction(1, 1 + max(len(others), len(neighbours[other])))",
+        "Fraction(1, 1 + len(others))",
+        "What a worker gives its neighbours, and what it takes of them, are both whole.",
+    ),
+    Fault(
         "transfer-window",
         "pipetrain/schemes/transfers/plan.py",
         "counted[-self.window] if 0 < self.window <= len(counted)",
@@ -445,6 +452,20 @@ COMPUTE = [
         "if number in of else tf.zeros_like(variable)",
         "if number in of else variable",
         "A worker without rows has no late gradient, not that of the minibatch before.",
+    ),
+    Fault(
+        "weights-of-a-stale-gradient",
+        "pipetrain/compute/transfers/step.py",
+        "pulled = self._pulled(active) if self._is_stale else []",
+        "pulled = []",
+        "A stale gradient is made with the weights from before the gradient that waits.",
+    ),
+    Fault(
+        "own-weights-after-a-drain",
+        "pipetrain/compute/transfers/outer_step.py",
+        "value = tf.where(there, mine.value.read_value(), variable.value.read_value())",
+        "value = variable.value.read_value()",
+        "After a drain each worker of a gossip goes on from its own weights, not from the average.",
     ),
     Fault(
         "bytes-after-a-block",

@@ -14,10 +14,10 @@ PROGRAM = str(namespaces.ROOT / "tests/compressed_messages.py")
 MISSING = [name for name, there in namespaces.NEEDED.items() if not there]
 
 
-def figures(*names):
+def figures(workers, option, *names):
     """What a step sends and what is planned, by name."""
-    with namespaces.Workers(2, "10.81.0") as hosts:
-        done = hosts.program(PROGRAM, ",".join(names), *hosts.workers)
+    with namespaces.Workers(workers, "10.81.0") as hosts:
+        done = hosts.program(PROGRAM, option, ",".join(names), *hosts.workers)
     assert done.returncode == 0, f"{done.returncode} {done.stderr[-3000:]}"
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -30,9 +30,8 @@ NEEDS_HOSTS = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSIN
 @pytest.mark.timeout(600)
 def test_as_many_bytes_cross_a_cut_as_are_planned():
     """Both ways together, within 5%."""
-    found = figures(
-        *(f"{scheme}/{name}" for scheme in ("1f1b", "spectrain") for name in (NONE, *(c.name for c in CUTS)))
-    )
+    names = [f"{scheme}/{name}" for scheme in ("1f1b", "spectrain") for name in (NONE, *(each.name for each in CUTS))]
+    found = figures(2, "compression", *names)
     for name, each in found.items():
         sent, planned = np.mean(each["sent"]), each["planned"]
         told = f"{name}: {sent:.0f} bytes sent in a step, {planned} planned"
@@ -43,9 +42,13 @@ def test_as_many_bytes_cross_a_cut_as_are_planned():
 @NEEDS_HOSTS
 @pytest.mark.wide
 @pytest.mark.timeout(600)
-def test_as_many_bytes_leave_a_host_as_are_planned():
+@pytest.mark.parametrize(
+    ("workers", "option", "names"),
+    [(2, "compression", (NONE, *COMPRESSIONS)), (3, "topology", ("direct", "ring", "gossip"))],
+)
+def test_as_many_bytes_leave_a_host_as_are_planned(workers, option, names):
     """Within 2%, and 10 KB that a step's calls have of their own."""
-    for name, each in figures(NONE, *COMPRESSIONS).items():
+    for name, each in figures(workers, option, *names).items():
         sent, planned = np.median(each["sent"]), each["planned"]
         told = f"{name}: {sent:.0f} bytes sent in a step, {planned} planned"
         print(told)

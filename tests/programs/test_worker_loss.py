@@ -34,7 +34,8 @@ from pipetrain.run.stage_work import StageWork
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parents[1] / "worker_loss.py"
 LATE_CALLS = [("evaluate", "vanilla")]
-LATE_CALLS += [("fit", each) for each in ("vanilla", "all-reduce", "parameter-server", "grid", "coded-reduce")]
+KINDS = ("vanilla", "all-reduce", "parameter-server", "asynchronous", "grid", "coded-reduce")
+LATE_CALLS += [("fit", each) for each in KINDS]
 RUN_S = 900  # no run here takes nearly so long, not on a busy machine either; one that hangs is ended
 
 

@@ -33,7 +33,7 @@ from pipetrain.schemes.text_form import scheme_of, written
 from pipetrain.simulation import costs
 from pipetrain.simulation.comparison import compare
 from pipetrain.simulation.costs import acting
-from pipetrain.simulation.every_way import LOCAL, ROUNDS, SENT, Chooser, PipelineLayout, choose
+from pipetrain.simulation.every_way import LOCAL, ROUNDS, SENT, STALE, Chooser, PipelineLayout, choose
 from pipetrain.simulation.simulator import simulate
 
 UNIT_S = 2.0**-10
@@ -343,6 +343,14 @@ def test_ways_that_send_less_are_taken_only_where_they_are_allowed_and_gain():
     assert kinds == {*itertools.product((None, *SENT), (None, LOCAL))} - {(None, None)}
     assert not less.taken.is_exact and less.taken.step_s < exact.taken.step_s
     assert {way.told.get("compression") for way in choose(heavy, 4, slow, allow=("local",)).ways} == {None}
+    stale = [way for way in choose(heavy, 4, slow, allow="gossip, stale").ways if not way.is_exact]
+    assert {(way.told.get("topology"), way.told.get("synchrony")) for way in stale} == {
+        *(("gossip", None), (None, STALE))  # but not together
+    }
+    neighbours = [way for way in choose(heavy, 4, slow, allow="gossip, local").ways if not way.is_exact]
+    assert {(way.told.get("topology"), way.told.get("synchrony")) for way in neighbours} == {
+        *((topology, synchrony) for topology in (None, "gossip") for synchrony in (None, LOCAL))
+    } - {(None, None)}
     assert choose(chain(), 4, FAST, allow=("compression", "local")).taken.is_exact  # where nothing is to be gained
     ahead = choose(heavy, 4, slow, allow=("staleness",)), choose(heavy, 4, slow, staleness="predicted")
     assert len({tuple(map(str, each.ways)) for each in ahead}) == 1

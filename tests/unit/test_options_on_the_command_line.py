@@ -24,7 +24,8 @@ GIVEN = {  # what is written, and what it means
     "chunks": ("3", 3),
     "order": ("tic", "tic"),
     "compression": ("int8:64", "int8:64"),
-    "synchrony": ("local:4", "local:4"),
+    "synchrony": ("stale:1", "stale:1"),
+    "topology": ("gossip:torus", "gossip:torus"),
     "servers": ("2", 2),
     "children": ("4", 4),
     "depth": ("2", 2),
@@ -41,6 +42,7 @@ WRONG = {
     "order": ["fifo"],
     "compression": ["top-k:2"],
     "synchrony": ["local:0"],
+    "topology": ["gossip:star"],
     "servers": ["none"],
     "children": ["0"],
     "depth": ["1.5"],
@@ -143,7 +145,7 @@ def test_a_command_line_has_options_and_words_of_its_own():
     ("command", "wanted"),
     [
         ("plan", "horizon chunks compression staleness allow"),
-        ("simulate", "horizon chunks order compression synchrony servers children depth stragglers grid"),
+        ("simulate", "horizon chunks order compression synchrony topology servers children depth stragglers grid"),
         ("schedule", "chunks"),
     ],
 )

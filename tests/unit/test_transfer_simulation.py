@@ -16,6 +16,7 @@ from transfer_plans import workloads
 import pipetrain
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level, Link
 from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.schemes.synchrony import Gossip
 from pipetrain.schemes.table import TRANSFERRING
 from pipetrain.schemes.transfers.caramel import step_s
 from pipetrain.schemes.transfers.orders import ORDERS, orders
@@ -465,6 +466,59 @@ def test_compressed_gradients_are_sent_whole_to_every_other_worker(workers, work
     trace = simulate_plan(setting, ORDERS["layerwise"](workload, False), steps)
     owned = sum(sent[n] for n in workload.owner)
     assert trace.transfers.size_bytes.sum() == steps * workers * (workers - 1) * owned
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@given(workload=workloads(), steps=st.integers(1, 3))
+def test_a_ring_sends_to_the_next_worker_alone(workers, workload, steps):
+    setting = set_up(workload, workers, serves=False, topology="ring")
+    trace = simulate_plan(setting, ORDERS["layerwise"](workload, False), steps)
+    owned = sum(workload.sizes_bytes[n] for n in workload.owner)
+    sent = trace.transfers  # whose bytes are whole numbers
+    assert sent.size_bytes.sum() == pytest.approx(steps * 2 * (workers - 1) * owned, abs=len(sent))
+    assert all((sent.from_replica + 1) % workers == sent.to_replica)
+
+
+@pytest.mark.parametrize("graph", ["ring", "torus", "complete", ((1,), (0, 2), (1, 3), (2, 4), (3, 5), (4,))])
+@given(workload=workloads(), steps=st.integers(1, 3))
+def test_a_gossip_sends_to_neighbours_alone(graph, workload, steps):
+    setting = set_up(workload, 6, serves=False, topology=Gossip(graph))
+    trace = simulate_plan(setting, ORDERS["layerwise"](workload, False), steps)
+    owned, neighbours = sum(workload.sizes_bytes[n] for n in workload.owner), Gossip(graph).neighbours(6)
+    sent = trace.transfers
+    assert sent.size_bytes.sum() == steps * sum(map(len, neighbours)) * owned
+    assert all(to in neighbours[at] for at, to in zip(sent.from_replica, sent.to_replica, strict=True))
+
+
+@pytest.mark.parametrize("serves", [False, True])
+@given(workload=workloads())
+def test_stale_gradients_are_sent_while_the_next_step_computes(serves, workload):
+    """As many bytes, but for those of the last step; no step takes longer."""
+    setting = set_up(workload, 3, serves=serves)
+    stale, plan = replace(setting, is_stale=True), ORDERS["layerwise"](workload, serves)
+    sent = [simulate_plan(each, plan, 3).transfers for each in (setting, stale)]
+    whole, late = (int(each[each.op == "R"].size_bytes.sum()) for each in sent)
+    assert late == pytest.approx(whole * 2 / 3, abs=len(sent[0]))
+    plan = plan.returning  # of a server weights are pulled at once
+    assert mean_step_s(stale, plan) <= mean_step_s(setting, plan) * (1 + 1e-9)
+
+
+def test_a_stale_step_takes_what_takes_longer():
+    """Two workers compute for 8 s, or send for 4 or 40."""
+    for size, seconds in ((4, 8.0), (40, 40.0)):
+        workload = Workload.chain([size], [4.0], message=Message(0.0, 1.0))
+        setting = set_up(workload, 2, serves=False, is_stale=True)
+        assert simulate_plan(setting, ORDERS["none"](workload, False), 8).step_s == pytest.approx(seconds)
+        whole = simulate_plan(replace(setting, is_stale=False), ORDERS["none"](workload, False), 8)
+        assert whole.step_s == pytest.approx(8 + size)
+
+
+def test_steps_of_each_topology_take_what_they_send():
+    """Four workers: a port carries 1.5 times the weights each way, in a gossip 2 or 3 times."""
+    workload = Workload.chain([4000], [1.0], message=Message(0.0, 1.0))
+    for topology, times in ((None, 1.5), ("ring", 1.5), (Gossip(), 2), (Gossip("complete"), 3)):
+        setting = set_up(workload, 4, serves=False, topology=topology)
+        assert mean_step_s(setting, ORDERS["none"](workload, False)) == pytest.approx(2 + 4000 * times)
 
 
 @given(workloads(), st.integers(2, 4))

@@ -225,7 +225,13 @@ def _elements(spec: tf.TensorSpec) -> int:
 Gradients = Mapping[int, Any]  # by the variables' numbers; rows of an embedding are IndexedSlices
 
 
-def reduced(order: Order, made: Sequence[tuple[str, Gradients]], sinks: Sequence[str], like: Gradients) -> list[Any]:
+def reduced(
+    order: Order,
+    made: Sequence[tuple[str, Gradients]],
+    sinks: Sequence[str],
+    like: Gradients,
+    is_ring: bool = False,
+) -> list[Any]:
     """The sums of a phase's gradients on each of the ``sinks``, by the variables' numbers, pack after pack.
 
     Args:
@@ -233,16 +239,15 @@ def reduced(order: Order, made: Sequence[tuple[str, Gradients]], sinks: Sequence
         made: of each device that has rows, its name and its gradients.
         sinks: the devices that need the sums.
         like: the specs of the gradients; those that are not there are not sent.
+        is_ring: whether each of the ``sinks``, among which are all devices with rows, sends to the next one alone.
     """
     found = [Received(like) for _ in sinks]
+    sums = _ring_sums if is_ring else _sums
     for pack in order.packs():
         present = [n for n in pack.variables if n in like]
         dense = [n for n in present if not isinstance(like[n], tf.IndexedSlices)]
         if dense:
-            layout = MessageLayout(pack._replace(variables=tuple(dense)), like)
-            messages = [_at(device, layout.messages, gradients) for device, gradients in made]
-            for place, sums in enumerate(_summed(order, messages, [device for device, _ in made], sinks)):
-                values = _at(sinks[place], layout.values, sums)
+            for place, values in enumerate(sums(order, pack._replace(variables=tuple(dense)), made, sinks, like)):
                 _at(sinks[place], found[place].add, pack, values)  # chunks are put together there
         for n in (n for n in present if n not in dense):
             for place, sink in enumerate(sinks):
@@ -255,6 +260,16 @@ def reduced(order: Order, made: Sequence[tuple[str, Gradients]], sinks: Sequence
 def _at(device: str, function: Any, *arguments: Any) -> Any:
     with tf.device(device):
         return function(*arguments)
+
+
+def _sums(
+    order: Order, pack: Pack, made: Sequence[tuple[str, Gradients]], sinks: Sequence[str], like: Gradients
+) -> list[dict[int, tf.Tensor]]:
+    """On each sink the sums of a pack."""
+    layout = MessageLayout(pack, like)
+    messages = [_at(device, layout.messages, gradients) for device, gradients in made]
+    summed = _summed(order, messages, [device for device, _ in made], sinks)
+    return [_at(sink, layout.values, sums) for sink, sums in zip(sinks, summed, strict=True)]
 
 
 def _summed(
@@ -302,6 +317,125 @@ def _scattered(
         for place, sink in enumerate(sinks):
             parts[place].append(order.send(total, owner, sink, waits=False))
     return [_at(sink, _joined, each, shape) for sink, each in zip(sinks, parts, strict=True)]
+
+
+class _RingLayout:
+    """How a pack's values become as many messages of each type as the ring has devices, and values again.
+
+    Every variable is divided into parts by the places of its elements, and message k has the k-th part of each: so the
+    order in which an element is summed depends neither on its pack nor on chunks.
+
+    Args:
+        pack: the variables' numbers.
+        like: the spec of each variable, by its number.
+        count: of the devices.
+    """
+
+    def __init__(self, pack: Pack, like: Mapping[int, tf.TensorSpec], count: int) -> None:
+        self._pack, self._like = pack, like
+        types = dict.fromkeys(like[n].dtype for n in pack.variables)
+        self.together = [[n for n in pack.variables if like[n].dtype == dtype] for dtype in types]
+        self._rows = {n: rows_of(_elements(like[n]), pack.chunk, pack.chunks) for n in pack.variables}
+        self._sizes = {n: [self._size(n, part, count) for part in range(count)] for n in pack.variables}
+
+    def _size(self, n: int, part: int, count: int) -> int:
+        mine, rows = rows_of(_elements(self._like[n]), part, count), self._rows[n]
+        return max(0, min(mine.stop, rows.stop) - max(mine.start, rows.start))
+
+    def messages(self, numbers: Sequence[int], values: Mapping[int, tf.Tensor]) -> list[tf.Tensor | None]:
+        """One for each part, None where that has no elements."""
+        pieces = []
+        for n in numbers:
+            values[n].set_shape(self._like[n].shape)  # which a trace need not have found
+            whole = flat(values[n])
+            if self._pack.chunks > 1:
+                whole = tf.slice(whole, [self._rows[n].start], [len(self._rows[n])])
+            pieces.append([*zip(tf.split(whole, self._sizes[n]), self._sizes[n], strict=True)])
+        parts = [[piece for piece, size in each if size] for each in zip(*pieces, strict=True)]
+        return [tf.concat(each, 0) if each else None for each in parts]
+
+    def values(self, numbers: Sequence[int], messages: Sequence[tf.Tensor | None]) -> dict[int, tf.Tensor]:
+        """The values, or the chunk of one, by the variables' numbers."""
+        pieces: dict[int, list[tf.Tensor]] = {n: [] for n in numbers}
+        for part, message in enumerate(messages):
+            sizes = {n: self._sizes[n][part] for n in numbers if self._sizes[n][part]}
+            if message is not None:  # of a second dimension TensorFlow copies the parts, see ``MessageLayout``
+                for n, each in zip(sizes, tf.split(message[tf.newaxis], [*sizes.values()], axis=1), strict=True):
+                    pieces[n].append(flat(each))
+        wholes = {n: tf.concat(each or [tf.zeros([0], self._like[n].dtype)], 0) for n, each in pieces.items()}
+        if self._pack.chunks > 1:
+            return wholes
+        return {n: shaped(whole, self._like[n].shape) for n, whole in wholes.items()}
+
+
+def _ring_sums(
+    order: Order, pack: Pack, made: Sequence[tuple[str, Gradients]], sinks: Sequence[str], like: Gradients
+) -> list[dict[int, tf.Tensor]]:
+    """Reduce-scatter and gather on a ring, ``2 (r-1)/r`` of the bytes, all from each device to the next one.
+
+    Part k of r begins at device k, each device after it adds its own, and the sum goes round to all others.
+    """
+    layout, left = _RingLayout(pack, like, len(sinks)), list(made)
+    held = [left.pop(0)[1] if left and left[0][0] == sink else None for sink in sinks]
+    found: list[dict[int, tf.Tensor]] = [{} for _ in sinks]
+    for numbers in layout.together:
+        mine = [
+            None if each is None else _at(sink, layout.messages, numbers, each)
+            for sink, each in zip(sinks, held, strict=True)
+        ]
+        parts = [
+            _around(order, [each if each is None else each[part] for each in mine], part, sinks)
+            for part in range(len(sinks))
+        ]
+        for place, sink in enumerate(sinks):
+            found[place] |= _at(sink, layout.values, numbers, [each[place] for each in parts])
+    return found
+
+
+def _around(
+    order: Order, parts: Sequence[tf.Tensor | None], first: int, sinks: Sequence[str]
+) -> list[tf.Tensor | None]:
+    """The sum of a part, on each device, that begins with the first one; some have nothing to add."""
+    count, total = len(sinks), None
+    sums: list[tf.Tensor | None] = [None] * count
+    for hop in range(2 * count - 1):
+        place = (first + hop) % count
+        if total is not None:
+            total = order.send(total, sinks[place - 1], sinks[place], waits=hop == 1)
+        if hop < count and parts[place] is not None:
+            total = parts[place] if total is None else _at(sinks[place], in_order, [total, parts[place]])
+        if hop >= count - 1:
+            sums[place] = total
+    return sums
+
+
+def mixed(
+    order: Order, made: Sequence[tuple[str, Gradients]], like: Gradients, factors: Sequence[Mapping[int, float]]
+) -> list[dict[int, tf.Tensor]]:
+    """On each device the sum of its own and others' values, each times a factor, in the order of the devices.
+
+    Args:
+        order: in which the phase's packs are sent.
+        made: of each device its name and its values by number.
+        like: the specs of the values.
+        factors: of each device those of the values that it needs, by the places of the devices that have them.
+    """
+    found = [Received(like) for _ in made]
+    for pack in order.packs():
+        layout = MessageLayout(pack, like)
+        messages = [_at(device, layout.messages, values) for device, values in made]
+        for place, needed in enumerate(factors):
+            sink = made[place][0]
+            there = [[order.send(each, made[other][0], sink) for each in messages[other]] for other in needed]
+            sums = [_at(sink, _weighted, terms, [*needed.values()]) for terms in zip(*there, strict=True)]
+            _at(sink, found[place].add, pack, _at(sink, layout.values, sums))
+    return [each.values for each in found]
+
+
+def _weighted(terms: Sequence[tf.Tensor], factors: Sequence[float]) -> tf.Tensor:
+    if len({*factors}) == 1:  # as an average is made
+        return in_order(terms) * tf.constant(factors[0], terms[0].dtype)
+    return in_order([each * tf.constant(factor, each.dtype) for each, factor in zip(terms, factors, strict=True)])
 
 
 def _joined(parts: Sequence[tf.Tensor], shape: tf.TensorShape) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Workers that update weights of their own, and the outer step that joins these, in a function that is traced."""
+"""Workers that update weights of their own, and the step that brings these together, in a function that is traced."""
 
 from __future__ import annotations
 
@@ -9,45 +9,66 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.cores import is_remote
+from pipetrain.compute.functions.flat_values import FlatReader, packing_captures
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.optimizer.slots import OptimizerPart, Slot
 from pipetrain.compute.transfers.compression import zeros_of
-from pipetrain.compute.transfers.message import Gradients
+from pipetrain.compute.transfers.message import Gradients, Order, in_order, mixed, sent
 from pipetrain.compute.transfers.weights import Weights
-from pipetrain.schemes.synchrony import LocalSGD
+from pipetrain.schemes.synchrony import Gossip, LocalSGD
 
-Reduce = Callable[[Sequence[tuple[str, Gradients]], Gradients], list[Any]]  # what devices have, to the sums on each
+# An order of transfers, and what devices have, to the sums on each.
+Reduce = Callable[[Order, Sequence[tuple[str, Gradients]], Gradients], list[Any]]
 
 
-class OuterStep:
-    """Joins the workers' weights, see ``LocalSGD``: all of them do the same with the same sums.
+class OwnWeights:
+    """What workers with weights of their own have in common.
 
     Args:
-        options: when, and by which step.
         weights: of every worker.
+        steps: of each worker until they exchange weights.
+
+    ``unites``: whether all workers have the same weights after an exchange.
     """
 
-    def __init__(self, options: LocalSGD, weights: Sequence[Weights]) -> None:
-        self.options, self._weights = options, list(weights)
-        self._before = [self._zeros(each) for each in weights]  # as all workers had them after the last join
-        self._momenta = [self._zeros(each) for each in weights] if options.momentum else []
+    unites: bool
+
+    def __init__(self, weights: Sequence[Weights], steps: int) -> None:
+        self.steps, self._weights = steps, list(weights)
         with tf.device(weights[0].device):
-            self._apart = tf.Variable(0, dtype=tf.int64, trainable=False)  # steps since the last join
+            self._apart = tf.Variable(0, dtype=tf.int64, trainable=False)  # steps since the model had the weights
 
     def _zeros(self, weights: Weights) -> list[keras.Variable]:
         with tf.device(weights.device):
             return [zeros_of(each) for each in specs(weights.variables)]
 
+    def _as_slots(self, kind: str, variables: Sequence[keras.Variable]) -> list[Slot]:
+        return [Slot(*each) for each in zip(self._originals, repeat(kind), variables, strict=False)]
+
+    @property
+    def _originals(self) -> Sequence[keras.Variable]:
+        return self._weights[0].segment.trainable_variables
+
     def slots(self) -> list[Slot]:
-        """The momentum, of which every worker has the same, as slots of the weights."""
-        if not self._momenta:
-            return []
-        originals = self._weights[0].segment.trainable_variables
-        return [Slot(*each) for each in zip(originals, repeat("outer_momentum"), self._momenta[0], strict=False)]
+        """What is kept from step to step, as slots of the weights."""
+        raise NotImplementedError
+
+    def exchange(self, order: Order, reduce: Reduce) -> None:
+        """Within a function: what workers do after so many steps, by ``reduce``, which sums for every worker."""
+        raise NotImplementedError
+
+    def settle(self, order: Order, reduce: Reduce) -> None:
+        """Within a function: the weights that ``stored`` gives are those of all steps so far."""
+        raise NotImplementedError
+
+    def stored(self) -> list[tf.Tensor]:
+        """The model's weights, after ``settle``."""
+        raise NotImplementedError
 
     @property
     def is_apart(self) -> bool:
-        """Whether workers have weights of their own, as far as they know it."""
+        """Whether workers have made steps that the weights which are stored do not know."""
         return int(self._apart.numpy()) > 0
 
     def take_slots(self) -> None:
@@ -70,6 +91,40 @@ class OuterStep:
                 with tf.device(weights.device):
                     for mine, other in zip(part.shared, first.shared, strict=True):
                         mine.assign(tf.identity(tf.convert_to_tensor(other)))
+
+    def stepped(self) -> None:
+        """Within a function: every worker has updated its own weights."""
+        with tf.device(self._weights[0].device):
+            self._apart.assign_add(1, read_value=False)
+
+    def _settled(self) -> None:
+        with tf.device(self._weights[0].device):
+            self._apart.assign(0, read_value=False)
+
+
+class OuterStep(OwnWeights):
+    """Joins the workers' weights, see ``LocalSGD``: all of them do the same with the same sums.
+
+    Args:
+        options: when, and by which step.
+        weights: of every worker.
+    """
+
+    unites = True
+
+    def __init__(self, options: LocalSGD, weights: Sequence[Weights]) -> None:
+        super().__init__(weights, options.steps)
+        self._options = options
+        self._before = [self._zeros(each) for each in weights]  # as all workers had them after the last join
+        self._momenta = [self._zeros(each) for each in weights] if options.momentum else []
+
+    def slots(self) -> list[Slot]:
+        """The momentum, of which every worker has the same."""
+        return self._as_slots("outer_momentum", self._momenta[0]) if self._momenta else []
+
+    def begin(self) -> None:
+        """All workers have the same weights and momentum."""
+        super().begin()
         for weights, before in zip(self._weights, self._before, strict=True):
             with tf.device(weights.device):
                 for copy, variable in zip(before, weights.variables, strict=True):
@@ -79,21 +134,23 @@ class OuterStep:
                 for copy, variable in zip(momenta, self._momenta[0], strict=True):
                     copy.assign(tf.identity(variable.value))
 
-    def stepped(self) -> None:
-        """Within a function: every worker has updated its own weights."""
-        with tf.device(self._weights[0].device):
-            self._apart.assign_add(1, read_value=False)
+    def stored(self) -> list[tf.Tensor]:
+        """Those of the first worker, as all have them."""
+        return self._weights[0].stored()
 
-    def join(self, reduce: Reduce) -> None:
-        """Within a function: the outer step, by what ``reduce`` sums for every worker."""
-        with tf.device(self._weights[0].device):
-            self._apart.assign(0, read_value=False)
+    def settle(self, order: Order, reduce: Reduce) -> None:
+        """A join, as after so many steps."""
+        self.exchange(order, reduce)
+
+    def exchange(self, order: Order, reduce: Reduce) -> None:
+        """The outer step."""
+        self._settled()
         like = dict(enumerate(specs(self._weights[0].variables)))
         moved = [
             (weights.device, self._moved(weights, before))
             for weights, before in zip(self._weights, self._before, strict=True)
         ]
-        for number, sums in enumerate(reduce(moved, like)):
+        for number, sums in enumerate(reduce(order, moved, like)):
             with tf.device(self._weights[number].device):
                 self._apply(number, sums)
 
@@ -105,7 +162,7 @@ class OuterStep:
             }
 
     def _apply(self, number: int, sums: Mapping[int, Any]) -> None:
-        options, weights, before = self.options, self._weights[number], self._before[number]
+        options, weights, before = self._options, self._weights[number], self._before[number]
         for n, variable in enumerate(weights.variables):
             step = sums[n] / len(self._weights)
             if options.momentum:
@@ -116,6 +173,113 @@ class OuterStep:
             joined = before[n].value.read_value() - options.rate * step
             before[n].value.assign(joined, read_value=False)
             variable.value.assign(joined, read_value=False)
+
+
+class Mixing(OwnWeights):
+    """Averages each worker's weights with its neighbours', see ``Gossip``.
+
+    Every worker keeps its weights when the model is given the average, and goes on from them where the model has that
+    still; where it has others, which a user has set or a checkpoint had, all go on from those.
+
+    Args:
+        topology: who is whose neighbour.
+        weights: of every worker.
+        steps: of each worker until it exchanges weights.
+    """
+
+    unites = False
+
+    def __init__(self, topology: Gossip, weights: Sequence[Weights], steps: int) -> None:
+        super().__init__(weights, steps)
+        self._factors = topology.mixing(len(weights))
+        self._kept = [self._zeros(each) for each in weights]  # every worker's, when the model was given the average
+        self._average = self._zeros(weights[0])
+        self._reader: FlatReader | None = None
+        self._begin: Any = None
+
+    def slots(self) -> list[Slot]:
+        """Each worker's weights."""
+        return [
+            slot for n, kept in enumerate(self._kept) for slot in self._as_slots(f"own_weights_of_worker_{n}", kept)
+        ]
+
+    def begin(self) -> None:
+        """Workers go on from their own weights if the average of these is what the model has."""
+        super().begin()
+        if self._begin is None:
+            self._begin = tf.function(packing_captures(self._take_kept), autograph=False).get_concrete_function()
+        self._begin()
+
+    def _take_kept(self) -> None:
+        first = self._weights[0]
+        if not first.variables:
+            return
+        averages = self._averages(self._values(self._kept))
+        with tf.device(first.device):
+            loaded = [each.value.read_value() for each in first.variables]
+            same = [tf.reduce_all(mine == given) for mine, given in zip(averages, loaded, strict=True)]
+            goes_on = tf.reduce_all(tf.stack(same))
+            for variable, value in zip(self._average, loaded, strict=True):
+                variable.value.assign(value, read_value=False)
+        for weights, kept in zip(self._weights, self._kept, strict=True):
+            there = sent(goes_on, first.device, weights.device, [])
+            with tf.device(weights.device):
+                for variable, mine in zip(weights.variables, kept, strict=True):
+                    value = tf.where(there, mine.value.read_value(), variable.value.read_value())
+                    variable.value.assign(value, read_value=False)
+
+    def exchange(self, order: Order, reduce: Reduce) -> None:
+        """The average with the neighbours' weights."""
+        like = dict(enumerate(specs(self._weights[0].variables)))
+        devices = [weights.device for weights in self._weights]
+        made = [(device, dict(enumerate(each))) for device, each in zip(devices, self._read(), strict=True)]
+        for weights, sums in zip(self._weights, mixed(order, made, like, self._factors), strict=True):
+            with tf.device(weights.device):
+                for n, variable in enumerate(weights.variables):
+                    variable.value.assign(sums[n], read_value=False)
+
+    def settle(self, order: Order, reduce: Reduce) -> None:
+        """Keep every worker's weights, and make the average."""
+        self._settled()
+        values = self._read()
+        for weights, kept, mine in zip(self._weights, self._kept, values, strict=True):
+            with tf.device(weights.device):
+                for variable, value in zip(kept, mine, strict=True):
+                    variable.value.assign(value, read_value=False)
+        averages = self._averages(values)
+        with tf.device(self._weights[0].device):
+            for variable, value in zip(self._average, averages, strict=True):
+                variable.value.assign(value, read_value=False)
+
+    def stored(self) -> list[tf.Tensor]:
+        """The average."""
+        device = self._weights[0].device
+        if not is_remote(device):
+            return [each.value.read_value() for each in self._average]
+        if self._reader is None:
+            self._reader = FlatReader(device, [each.value for each in self._average], specs(self._average))
+        return self._reader()
+
+    def _read(self) -> list[list[tf.Tensor]]:
+        """Every worker's weights, within a function."""
+        return self._values([weights.variables for weights in self._weights])
+
+    def _values(self, variables: Sequence[Sequence[keras.Variable]]) -> list[list[tf.Tensor]]:
+        found = []
+        for weights, mine in zip(self._weights, variables, strict=True):
+            with tf.device(weights.device):
+                found.append([each.value.read_value() for each in mine])
+        return found
+
+    def _averages(self, values: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+        """Of all workers' weights, on the first one's device."""
+        first = self._weights[0].device
+        found = []
+        for terms in zip(*values, strict=True):
+            there = [sent(each, weights.device, first, []) for each, weights in zip(terms, self._weights, strict=True)]
+            with tf.device(first):
+                found.append(in_order(there) * tf.constant(1 / len(there), there[0].dtype))
+        return found
 
 
 def parts_of(weights: Weights) -> list[OptimizerPart]:

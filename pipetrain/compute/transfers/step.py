@@ -31,7 +31,7 @@ from pipetrain.compute.transfers.message import (
     reduced,
     sent,
 )
-from pipetrain.compute.transfers.outer_step import OuterStep
+from pipetrain.compute.transfers.outer_step import OwnWeights, Reduce
 from pipetrain.compute.transfers.weights import Made, Shares, Weights, Worker, placed
 from pipetrain.schemes.transfers.plan import Phase, Plan
 
@@ -67,7 +67,9 @@ class TransferStep:
         begun: called in each step when all workers have the weights that their forward reads.
         returns_outputs: whether results have the outputs of all rows, else of none.
         compressor: sums gradients that are compressed on their way, if they are.
-        outer: joins the weights of workers that update their own, if they do.
+        outer: brings the weights of workers that update their own together, if they do.
+        is_ring: whether sums of all workers are made on a ring.
+        is_stale: whether workers compute with the weights from before the late gradients are applied.
     """
 
     def __init__(
@@ -80,8 +82,11 @@ class TransferStep:
         begun: Callable[[], None] | None = None,
         returns_outputs: bool = True,
         compressor: Compressor | None = None,
-        outer: OuterStep | None = None,
+        outer: OwnWeights | None = None,
+        is_ring: bool = False,
+        is_stale: bool = False,
     ) -> None:
+        self._is_ring, self._is_stale = is_ring, is_stale
         self._begun, self._returns_outputs, self._compressor, self._outer = begun, returns_outputs, compressor, outer
         self._weights, self._workers, self._serves, self._host = list(weights), list(workers), serves, host
         self._like, self._made = weights[0].gradients_like, weights[0].made
@@ -89,6 +94,8 @@ class TransferStep:
         self._plan = plan
         self._late_numbers = [n for n in plan.late_variables if n in self._like]
         self._pending = [self._zeros(worker, self._late_numbers) for worker in workers]
+        with tf.device(workers[0].device):
+            self._waits = tf.Variable(False, trainable=False)  # whether there are late gradients
         self._server = {n: group.device for group in weights[0].groups for n in group.numbers} if serves else {}
         self._returned = [self._zeros(worker, self._returned_to(worker)) for worker in workers]
         captured = self._made.captured_inputs
@@ -112,13 +119,18 @@ class TransferStep:
         """Whether some gradients are applied in the step after the one that made them."""
         return bool(self._late_numbers)
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of the last step wait, as far as the workers know it."""
+        return self.is_late and bool(self._waits.numpy())
+
     def __call__(
         self, rows: Sequence[Rows], pending: bool, records: bool, joins: bool = True
     ) -> tuple[StepResult, list[RecordedMessage]]:
         """One step, and the messages that were recorded if it ``records`` them.
 
         ``pending`` says whether gradients of the last step are to be applied first, ``joins`` whether workers with
-        weights of their own join them in the end.
+        weights of their own exchange them in the end.
         """
         active = tuple(each.worker for each in rows)
         given = [(each.inputs, each.shares) for each in rows]
@@ -142,9 +154,9 @@ class TransferStep:
         """Apply the gradients that the last step has left."""
         self._call(self._apply_late)
 
-    def join(self) -> None:
-        """Join the workers' weights."""
-        self._call(self._join)
+    def settle(self) -> None:
+        """The weights that workers with their own store are those of all steps."""
+        self._call(self._settle)
 
     def _call(self, body: Callable[[], None]) -> None:
         """Run this as a function, which is traced once."""
@@ -153,9 +165,10 @@ class TransferStep:
         self._functions[body]()
 
     def _body(self, active: Sequence[int], pending: bool, joins: bool, given: Sequence[Any]) -> StepResult:
+        pulled = self._pulled(active) if self._is_stale else []
         if pending:
             self._apply_late()
-        pulled = self._pulled(active)
+        pulled = pulled or self._pulled(active)
         self._tell_begun(active, pulled)
         made = [self._run(worker, weights, *each) for worker, weights, each in zip(active, pulled, given, strict=True)]
         for worker, each in zip(active, made, strict=True):
@@ -164,7 +177,7 @@ class TransferStep:
         if self._outer is not None:
             self._update_own(active, made, [shares for _, shares in given])
             if joins:
-                self._join()
+                self._exchange(self._outer.exchange)
         else:
             self._push(active, made)
             self._return()
@@ -264,6 +277,12 @@ class TransferStep:
                 for n, variable in pending.items():
                     mine = of[number][1][n] if number in of else tf.zeros_like(variable)
                     variable.assign(tf.convert_to_tensor(mine), read_value=False)
+        if self.is_late:
+            self._set_waits(True)
+
+    def _set_waits(self, waits: bool) -> None:
+        with tf.device(self._workers[0].device):
+            self._waits.assign(waits, read_value=False)
 
     def _update_own(self, active: Sequence[int], made: Sequence[Made], shares: Sequence[Shares]) -> None:
         """Update each worker's weights by its own gradients: as if its rows were the minibatch."""
@@ -279,14 +298,20 @@ class TransferStep:
                     count_of(group.optimizer).value.assign_add(1, read_value=False)
         self._outer.stepped()
 
-    def _join(self) -> None:
+    def _settle(self) -> None:
         assert self._outer is not None
-        order = Order(self._plan.pushes, "push", self._record)
+        self._exchange(self._outer.settle)
+
+    def _exchange(self, exchange: Callable[[Order, Reduce], None]) -> None:
         sinks = [worker.device for worker in self._workers]
         every = range(len(self._workers))
-        self._outer.join(lambda moved, like: self._reduced(order, moved, sinks, like, every, late=False))
+        exchange(
+            Order(self._plan.pushes, "push", self._record),
+            lambda order, moved, like: self._reduced(order, moved, sinks, like, every, late=False),
+        )
 
     def _apply_late(self) -> None:
+        self._set_waits(False)
         gradients = []
         for worker, pending in zip(self._workers, self._pending, strict=True):
             with tf.device(worker.device):
@@ -298,18 +323,19 @@ class TransferStep:
     ) -> None:
         kind: What = "late" if late else "push"
         reduce = partial(self._reduced, workers=workers, late=late)
-        if self._serves:
-            (weights,) = self._weights
-            of = {
-                device: reduce(Order(each, kind, self._record), gradients, [device], self._like)[0]
-                for device, each in self._by_server(phase)
-            }
-            weights.apply(weights.groups, lambda group: of[group.device])
-            return
         like = self._like
         if late:
             variables = specs(self._weights[0].variables)
             like = {n: variables[n] for n in self._late_numbers}
+        if self._serves:
+            (weights,) = self._weights
+            of = {
+                device: reduce(Order(each, kind, self._record), gradients, [device], like)[0]
+                for device, each in self._by_server(phase)
+            }
+            groups = [each for each in weights.groups if self._plan.are_late(each.numbers) == late]
+            weights.apply(groups, lambda group: of[group.device])
+            return
         order = Order(phase, kind, self._record)
         sums = reduce(order, gradients, [worker.device for worker in self._workers], like)
         for weights, mine in zip(self._weights, sums, strict=True):
@@ -325,7 +351,7 @@ class TransferStep:
         late: bool,
     ) -> list[Any]:
         if self._compressor is None:
-            return reduced(order, gradients, sinks, like)
+            return reduced(order, gradients, sinks, like, self._is_ring)
         made = [(worker, *each) for worker, each in zip(workers, gradients, strict=True)]
         return self._compressor.reduced(order, made, sinks, like, lambda device: self._number(device, late))
 
@@ -345,6 +371,56 @@ class TransferStep:
         outputs = [(device, each.output) for device, each in zip(devices, made, strict=True)]
         losses = [(device, each.loss) for device, each in zip(devices, made, strict=True)]
         return collected(self._host, losses, penalties, outputs, self._record, self._returns_outputs)
+
+
+class OwnPaceStep(TransferStep):
+    """The functions of workers that each make steps of their own with the weights of servers."""
+
+    def read(self) -> list[tf.Tensor]:
+        """The weights as the servers have them; holding them keeps this version."""
+        (weights,) = self._weights
+        values = {n: value for group in weights.groups for n, value in zip(group.numbers, group.weights(), strict=True)}
+        return [values[n] for n in range(len(weights.variables))]
+
+    def prepare_worker(self, worker: int) -> None:
+        """Trace a worker's function, which threads call at once."""
+        *_, differentiable, constants, shares = self._made.structured_input_signature[0]
+        function = tf.function(packing_captures(partial(self._computed, worker)), autograph=False)
+        like = specs(self._weights[0].variables)
+        self._functions[worker] = function.get_concrete_function(like, ((differentiable, constants), shares))
+        if "apply" not in self._functions:
+            gradients = self._functions[worker].structured_outputs[1]
+            given = [each if each is None else tf.type_spec_from_value(each) for each in gradients]
+            apply = tf.function(packing_captures(self._applied), autograph=False)
+            self._functions["apply"] = apply.get_concrete_function(given)
+
+    def compute(self, worker: int, weights: Sequence[tf.Tensor], rows: Rows) -> tuple[StepResult, list[Any]]:
+        """The result of a minibatch, and its gradients on the servers."""
+        found: tuple[StepResult, list[Any]] = self._functions[worker](list(weights), (rows.inputs, rows.shares))
+        return found
+
+    def apply(self, gradients: Sequence[Any]) -> None:
+        """Update the weights by a minibatch's gradients."""
+        self._functions["apply"](list(gradients))
+
+    def _computed(self, worker: int, weights: Sequence[tf.Tensor], given: Any) -> tuple[StepResult, list[Any]]:
+        device = self._workers[worker].device
+        there = [sent(value, self._server[n], device, []) for n, value in enumerate(weights)]
+        made = self._run(worker, there, *given)
+        self._workers[worker].assign(self._weights[0].assigned, made.state)
+        gradients = [
+            None if each is None else _on_server(each, device, self._server[n]) for n, each in enumerate(made.gradients)
+        ]
+        return self._result([worker], [made]), gradients
+
+    def _applied(self, gradients: Sequence[Any]) -> None:
+        (weights,) = self._weights
+        weights.apply(weights.groups, _of({n: each for n, each in enumerate(gradients) if each is not None}))
+
+
+def _on_server(gradient: Any, device: str, server: str) -> Any:
+    """A gradient, or an embedding's rows, on the server of its weights."""
+    return tf.nest.map_structure(lambda each: sent(each, device, server, []), gradient, expand_composites=True)
 
 
 OnDevice = tuple[str, Any]  # what was made on a device

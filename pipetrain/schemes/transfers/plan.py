@@ -230,6 +230,14 @@ class Plan(NamedTuple):
         return self.returned.variables
 
     @property
+    def returning(self) -> Plan:
+        """The same packs, whose weights are all returned when they are updated, and none pulled."""
+        packs = (*self.returned.packs, *self.pulls.packs)
+        return self._replace(
+            pulls=Phase(), returned=Phase(packs, (self.pulls if self.pulls.packs else self.returned).window)
+        )
+
+    @property
     def late_variables(self) -> list[int]:
         """Those that are updated in the next step."""
         return self.late.variables
