@@ -77,7 +77,7 @@ def trained(scheme, devices, data, folder):
     import networks
 
     from pipetrain.callbacks import PipelineCheckpoint
-    from pipetrain.compute.functions.worker_copies import WorkerCopies
+    from pipetrain.compute.functions.flat_values import WorkerCopies
 
     sent, own = [0], WorkerCopies._differ
 
@@ -128,12 +128,12 @@ def main(scheme):
 
     with pipetrain.LocalWorkers(WORKERS) as workers:
         devices = pipetrain.connect(workers.addresses)
-        from pipetrain.compute.functions import worker_copies
+        from pipetrain.compute.functions import flat_values
 
         data = networks.data(ROWS)
         found = {}
-        for name, worth_bytes in {"asked": worker_copies.WORTH_BYTES, "sent": 10**9}.items():
-            worker_copies.WORTH_BYTES = worth_bytes
+        for name, worth_bytes in {"asked": flat_values.WORTH_BYTES, "sent": 10**9}.items():
+            flat_values.WORTH_BYTES = worth_bytes
             with tempfile.TemporaryDirectory() as folder:
                 found[name] = trained(scheme, devices, data, folder)
     print(json.dumps(found), flush=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipetrain.compute.functions.worker_copies import _fingerprints
+from pipetrain.compute.functions.flat_values import _fingerprints
 
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int64", "uint32", "bool", "complex64")
 

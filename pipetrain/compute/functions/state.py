@@ -10,9 +10,8 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.cores import LOCAL_HOST, is_remote
-from pipetrain.compute.functions.flat_values import FlatReader
+from pipetrain.compute.functions.flat_values import FlatReader, WorkerCopies
 from pipetrain.compute.functions.split import specs
-from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.graph.sharing import is_seed
 from pipetrain.schemes.splitting import microbatch_rows, rows_of

@@ -10,12 +10,11 @@ import keras
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
-from pipetrain.compute.functions.flat_values import FlatReader
+from pipetrain.compute.functions.flat_values import FlatReader, WorkerCopies
 from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_values import Step
 from pipetrain.compute.functions.weight_binding import BoundFunction, Newest, OfGroups, Tensors, Weights
-from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.optimizer.clone import clone
 from pipetrain.compute.optimizer.slots import OptimizerPart, Slot

@@ -9,12 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.functions.flat_values import WorkerCopies
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_function import LossFunction
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.state import Division
 from pipetrain.compute.functions.weight_groups import WeightGroup
-from pipetrain.compute.functions.worker_copies import WorkerCopies
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.wide_layers import WideLayer
 from pipetrain.compute.grid.pieces import Masks, pieces_of

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from pipetrain.compute.functions.worker_copies import WorkerCopies
+from pipetrain.compute.functions.flat_values import WorkerCopies
 from pipetrain.compute.keras_private import (
     LISTS,
     count_of,
