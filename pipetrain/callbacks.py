@@ -31,6 +31,7 @@ from pipetrain.schemes.arguments import checked_count
 _logger = logging.getLogger(__name__)
 AUTO, STEPS = "auto", 100
 MEMORY = "memory"
+SLOWED = 2.5  # seconds by which a second's writing slows training that keeps all cores busy (benchmarks/checkpoints.py)
 LEFT_OUT = " What was in flight is left out: minibatches go on after the last one that callbacks had seen."
 
 
@@ -431,7 +432,7 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         elif writing.is_over and not writing.is_written:
             self._tell_of_spoiled(f"Weights or slots of step {writing.step} are not finite")
         else:
-            self._pace.ended(self._stood_s + writing.busy_s + self._sharded_s)
+            self._pace.ended(self._stood_s + SLOWED * (writing.busy_s + self._sharded_s))
 
     def _tell_of_failure(self, step: int, error: Exception) -> None:
         reason = getattr(error, "strerror", None) or error
