@@ -38,7 +38,7 @@ def trained(scheme="all-reduce", data=DATA, model=None, optimizer=None, **settin
     return pm
 
 
-@pytest.mark.parametrize("compression", parameters.by_default(EVERY, "int4", "top-k", "power-sgd"))
+@pytest.mark.parametrize("compression", parameters.by_default(EVERY, "int4", wide=("top-k", "power-sgd")))
 def test_weights_depend_neither_on_the_order_nor_on_who_sums(compression):
     first, *others = (
         trained(scheme, order=order, compression=compression).get_weights()
@@ -180,6 +180,7 @@ def test_a_gradient_that_is_not_finite_is_not_hidden(compression, spoiled):
         networks.fit(pm, np.concatenate([x, x]), np.concatenate([y, y]))
 
 
+@pytest.mark.wide
 def test_one_of_ones_own_trains_and_a_device_may_be_given_twice():
     class Rounded(Compression):
         """Sixteenths."""
@@ -204,6 +205,7 @@ def test_one_of_ones_own_trains_and_a_device_may_be_given_twice():
             assert any(keras.ops.convert_to_numpy(each).any() for each in left)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_other_types_of_numbers(dtype):
     for compression in ("top-k:0.2", "int8"):
@@ -305,7 +307,7 @@ def test_weights_with_compressed_cuts_are_those_of_the_reference(scheme, name):
     assert furthest(weights, expected) < 0.3 * apart and apart > 1e-5
 
 
-@pytest.mark.parametrize("scheme", ("1f1b", "spectrain"))
+@pytest.mark.parametrize("scheme", parameters.by_default(("1f1b", "spectrain"), "1f1b", wide=("spectrain",)))
 def test_threads_send_what_functions_do_and_no_compression_is_none(scheme, monkeypatch):
     plain = piped(scheme, None).get_weights()
     networks.assert_equal(piped(scheme, "none").get_weights(), plain)
@@ -318,9 +320,7 @@ def test_threads_send_what_functions_do_and_no_compression_is_none(scheme, monke
 
 @pytest.mark.parametrize(
     ("scheme", "name"),
-    parameters.combinations(
-        ("1f1b", "spectrain", "vanilla", "zb-h1"), CROSSING, default=[("1f1b", "int4"), ("spectrain", "int8")]
-    ),
+    parameters.combinations(("1f1b", "spectrain", "vanilla", "zb-h1"), CROSSING, default=[("spectrain", "int8")]),
 )
 def test_a_pipeline_that_is_stopped_goes_on_bitwise(scheme, name, tmp_path):
     way = {"scheme": scheme, "compression": name}
@@ -331,6 +331,7 @@ def test_a_pipeline_that_is_stopped_goes_on_bitwise(scheme, name, tmp_path):
     networks.assert_equal(again.get_weights(), whole.get_weights())
 
 
+@pytest.mark.wide
 def test_replicas_send_each_other_messages_of_their_rows():
     for scheme in ("1f1b", "spectrain"):
         pieces = {"microbatches": 2} if scheme == "1f1b" else {}

@@ -118,6 +118,7 @@ def test_rows_of_embeddings():
     networks.assert_close(trained(**settings), trained("parameter-server", **settings))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("compression", [None, "int4"])
 @pytest.mark.parametrize("scheme", ["all-reduce", "parameter-server"])
 def test_a_run_that_is_stopped_goes_on_bitwise(scheme, compression, tmp_path):

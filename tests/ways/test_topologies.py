@@ -110,12 +110,14 @@ def test_a_complete_graph_gives_the_average():
     networks.assert_close(pm.get_weights(), trained(optimizer=keras.optimizers.SGD(0.05), **equal).get_weights())
 
 
+@pytest.mark.wide
 def test_weights_do_not_depend_on_the_order():
     for topology in ("gossip", "ring"):
         whole = trained(topology, order="none")
         networks.assert_equal(trained(topology, order="caramel").get_weights(), whole.get_weights())
 
 
+@pytest.mark.wide
 def test_a_ring_comes_to_the_weights_of_an_all_reduce():
     networks.assert_close(trained("ring", 4).get_weights(), trained(None, 4).get_weights())
     networks.assert_equal(trained("ring", 2).get_weights(), trained(None, 2).get_weights())
@@ -214,6 +216,7 @@ def test_a_run_that_is_stopped_goes_on_bitwise(synchrony, tmp_path):
     networks.assert_equal(again.get_weights(), whole.get_weights())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "make", [lambda: keras.optimizers.SGD(0.05, momentum=0.9), lambda: keras.optimizers.Adam(0.01)]
 )
