@@ -544,8 +544,14 @@ class OwnPaceRunner(StepRunner):
             self.snapshots.append(self._made_ahead.popleft())
 
     def read(self) -> Any:
-        """The weights as they are, and what layers gather of all minibatches."""
-        return self._step.read()
+        """The weights as they are, and what layers gather of all minibatches.
+
+        Another process reads them when it comes to that, and an update need not wait for it: this one does.
+        """
+        values = self._step.read()
+        for device in filter(is_remote, self._written_on):
+            finish(device)
+        return values
 
     def compute(self, worker: int, posted: Queued, values: Any) -> tuple[Result, Any]:
         """A minibatch's result, and what is to be applied, by one of the threads."""
