@@ -549,7 +549,8 @@ class OwnPaceRunner(StepRunner):
         Another process reads them when it comes to that, and an update need not wait for it: this one does.
         """
         values = self._step.read()
-        for device in filter(is_remote, self._written_on):
+        devices = [self._workers[0].device, *(group.device for group in self._weights[0].groups)]
+        for device in filter(is_remote, dict.fromkeys(devices)):
             finish(device)
         return values
 
