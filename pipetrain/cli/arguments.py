@@ -13,7 +13,15 @@ from typing import Any, get_args, get_type_hints
 
 from pipetrain.plan.cluster import size_bytes
 from pipetrain.schemes.compression import compression_of
-from pipetrain.schemes.options import DEFAULT_POLICY, OPTIONS, AsynchronousOptions, allowed, described, owners
+from pipetrain.schemes.options import (
+    DEFAULT_POLICY,
+    OPTIONS,
+    AsynchronousOptions,
+    PipelineOptions,
+    allowed,
+    described,
+    owners,
+)
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.synchrony import synchrony_of, topology_of
 from pipetrain.schemes.table import GRID, HORIZONS
@@ -224,6 +232,10 @@ def _title(names: Sequence[str]) -> tuple[str, str | None]:
     others = [name for name in asynchronous if name not in names]
     if {*names} <= {*asynchronous} and len(others) < len(names):
         return f"options of asynchronous schemes{' but ' if others else ''}{_listed(others)}", ", ".join(names)
+    pipelines = {name for name, scheme in OPTIONS.items() if issubclass(scheme, PipelineOptions)}
+    if pipelines <= {*names}:
+        others = [name for name in names if name not in pipelines]
+        return f"options of {_listed(['pipelines', *others])}", ", ".join(names)
     return f"options of {_listed(names)}", None
 
 

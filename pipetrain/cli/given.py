@@ -25,7 +25,7 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes import table
-from pipetrain.schemes.options import AnyScheme, compressing, name_of, scheduled, with_horizon
+from pipetrain.schemes.options import AnyScheme, each_compressing, name_of, scheduled, with_horizon
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.text_form import microbatches_of, stages_of
 
@@ -80,7 +80,7 @@ def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[st
     schemes = schemes_of(names, options)
     for scheme in schemes:
         check(scheme)
-    asked = [compressing(each, options.compression) for each in ahead(schemes, options.horizon)]
+    asked = each_compressing(ahead(schemes, options.horizon), options.compression)
     of_file = Cluster.load(options.cluster) if options.cluster else None
     measured, here = on_this_machine(options)
     cluster = of_file or here

@@ -84,17 +84,9 @@ def planned(order: str | Plan, setting: Setting, apart: set[int], at_once: bool)
     plans = near(setting) if order == AUTO else {ORDERS[order](workload, setting.serves): 1.0}
     found: dict[Plan, tuple[Plan, float]] = {}  # of several that differ in their names alone, the first
     for plan, part in plans.items():
-        made = _in_time(plan, set(workload.owner) if at_once else apart)
+        made = plan.in_time(set(workload.owner) if at_once else apart)
         found.setdefault(made._replace(name=""), (made, part))
     return dict(found.values())
-
-
-def _in_time(plan: Plan, needed: set[int]) -> Plan:
-    """The plan with those of the late packs in this backward that have needed variables."""
-    now = [pack for pack in plan.late.packs if needed & {*pack.variables}]
-    late = tuple(pack for pack in plan.late.packs if pack not in now)
-    pushes = (*plan.pushes.packs, *reversed(now))  # what the forward needs last, the backward makes first
-    return plan._replace(pushes=plan.pushes._replace(packs=pushes), late=Phase(late, plan.late.window))
 
 
 def is_measured(order: str | Plan) -> bool:
@@ -178,10 +170,15 @@ class TransferStrategy(RunnerStrategy):
         check_loss_scaling(owner.optimizer, self._scheme.name, None)
         if self._serves and self._servers > 1:
             check_whole(owner.optimizer, self._scheme.name, f"{self._servers} servers, each with some of the weights")
-        if isinstance(self._order, Plan) and self._order.late.packs and self._is_apart:
+        if isinstance(self._order, Plan) and self._order.late.packs and (self._is_apart or self._is_stale):
             raise ValueError(
-                "Workers with weights of their own send nothing late. Received: an order with late packs, "
-                f"synchrony={self._synchrony!r}, topology={self._topology!r}. Try these packs among its pushes."
+                "Workers with weights of their own send nothing late, and stale ones all. Received: an order with late "
+                f"packs, synchrony={self._synchrony!r}, topology={self._topology!r}. Try these packs among its pushes."
+            )
+        if isinstance(self._topology, Gossip) and stepping(owner.optimizer).use_ema:
+            raise ValueError(
+                "Neighbours average weights, and no moving averages of these. Received: "
+                f"topology={self._topology!r}, an optimizer with use_ema=True. Try use_ema=False."
             )
         if isinstance(self._order, Plan) and self._order.late.packs:
             check_whole(owner.optimizer, self._scheme.name, "weights that the plan updates late")

@@ -30,6 +30,7 @@ WIDTH = 80  # characters of a line that a person reads
 ERRORS = 2  # standard errors of the profile to either side of a prediction
 HEADER: tuple[str, ...] = ("way to train", "samples/s", "gain", "MiB", "not taken")
 KINDS = ("single", "data parallelism", "grid", "pipeline", "hybrid")  # the simplest first
+LOSING = ("compression", "synchrony", "topology")  # options by which a scheme sends less; encoding is not predicted
 BASELINE = "baseline"  # a kind that is predicted to compare with, and never taken
 
 
@@ -80,6 +81,11 @@ class Way(NamedTuple):
     def name(self) -> str:
         """The scheme's."""
         return name_of(self.arguments["scheme"])
+
+    @property
+    def losses(self) -> int:
+        """In how many respects it sends something else than all, at once, to all."""
+        return sum(self.told.get(name) is not None for name in LOSING)
 
     @property
     def told(self) -> dict[str, Any]:
@@ -163,7 +169,7 @@ class Choice(Tabular):
         """The way to train, without its cuts."""
         fastest_s = min(way.known_s for way in self._contenders)
         near = [way for way in self._contenders if way.known_s <= MARGIN * fastest_s]
-        return min(near, key=lambda way: (not way.is_exact, KINDS.index(way.kind), way.known_s))
+        return min(near, key=lambda way: (not way.is_exact, KINDS.index(way.kind), way.losses, way.known_s))
 
     @property
     def near(self) -> list[Way]:

@@ -101,7 +101,23 @@ class StepRunner(Stepwise):
     def _gradients_traced(self, targets: Any) -> Sequence[Any]:
         first = self._weights[0]
         masks: Sequence[Any] = first.trace([None] * len(first.segment.inputs), targets)
+        if self._updates_all_late:
+            self._check_unassigned("stale:1", "the update that is made meanwhile")
         return masks
+
+    @property
+    def _updates_all_late(self) -> bool:
+        """Whether every gradient is applied in the next step."""
+        return bool(self.plan.late.packs) and not self.plan.pushes.packs
+
+    def _check_unassigned(self, synchrony: str, what: str) -> None:
+        """Raise ValueError for layers that assign to trained weights, by which something would be replaced."""
+        if numbers := self._weights[0].assigned_weights:
+            names = [self._weights[0].segment.trainable_variables[n].path for n in numbers]
+            raise ValueError(
+                f"Layers that assign to trained weights would replace {what}. Received: synchrony={synchrony!r}, with "
+                f"assignments to {names}. Try leaving synchrony out."
+            )
 
     def _retraced(self) -> None:
         self._step = None
@@ -127,12 +143,15 @@ class StepRunner(Stepwise):
             for part in self._rows.of(x, targets)
         ]
         self._set_rates(rate)
-        if not self._steps_done:
+        if not self._steps_done or (self._step.is_late and not self._waiting):  # or what waited was applied meanwhile
             self._step.prepare()
         start_s = time.perf_counter()
         try:
-            joins = self._outer is None or (self._steps_done + 1) % self._outer.steps == 0
-            when = {} if self._outer is None else {"joins": joins}
+            joins, when = True, {}
+            if self._outer is not None:
+                made = self._outer.steps_before(settings.updates) + self._steps_done
+                joins = (made + 1) % self._outer.steps == 0
+                when = {"joins": joins}
             result, sent = self._step(rows, self._waiting, settings.exact_times, **when)
             self._apart = self._outer is not None and not (joins and self._outer.unites)
         finally:
@@ -582,12 +601,7 @@ class OwnPaceRunner(StepRunner):
 
     def _gradients_traced(self, targets: Any) -> Sequence[Any]:
         masks = super()._gradients_traced(targets)
-        if numbers := self._weights[0].assigned_weights:
-            names = [self._weights[0].segment.trainable_variables[n].path for n in numbers]
-            raise ValueError(
-                "Layers that assign to trained weights would have another worker's replaced. Received: "
-                f"synchrony='asynchronous', with assignments to {names}. Try synchrony='stale:1'."
-            )
+        self._check_unassigned("asynchronous", "what other workers have made")
         return masks
 
     @property

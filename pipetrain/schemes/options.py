@@ -6,8 +6,8 @@ the text of their help, and the kinds of values, from the same fields. The name 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from numbers import Real
 from typing import Any, ClassVar
@@ -631,7 +631,9 @@ def flat(scheme: AnyScheme, **others: Any) -> dict[str, Any]:
     """The scheme's name, its options that are not the default, and ``others``, for a line of text or a file."""
     if isinstance(scheme, Grid):
         return {"scheme": GRID, "grid": tuple(scheme[: 2 if scheme.layers is None else 3]), **others}
-    return {"scheme": str(scheme), **(scheme.given if isinstance(scheme, SchemeOptions) else {}), **others}
+    given = scheme.given if isinstance(scheme, SchemeOptions) else {}
+    plain = {name: str(each) if isinstance(each, Compression) else each for name, each in given.items()}
+    return {"scheme": str(scheme), **plain, **others}
 
 
 def owners(option: str) -> list[str]:
@@ -691,7 +693,16 @@ def compressing(scheme: AnyScheme, compression: str | Compression | None) -> Any
         return scheme
     if isinstance(scheme, PipelineOptions):
         return scheme if scheme.compression is not None else replace(scheme, compression=compression)
+    if isinstance(scheme, Scheme) and scheme.compression is not None:
+        return scheme
     return with_options(scheme, compression=compression)
+
+
+def each_compressing(schemes: Sequence[AnyScheme], compression: str | Compression | None) -> list[AnyScheme]:
+    """The schemes with this compression of what crosses their cuts; as they are if it is of others' gradients alone."""
+    if any(name_of(each) in TRANSFERRING for each in schemes) and type(compression_of(compression)) not in CUTS:
+        return [*schemes]
+    return [compressing(each, compression) for each in schemes]
 
 
 def uncompressed(scheme: AnyScheme) -> AnyScheme:
@@ -770,7 +781,10 @@ def written(value: Any) -> str:
         return f"pipetrain.Grid{tuple(value[: 2 if value.layers is None else 3])!r}"
     if isinstance(value, Scheme):
         return repr(value.name)
-    return f"pipetrain.{value!r}" if isinstance(value, SchemeOptions) else repr(value)
+    if isinstance(value, SchemeOptions):
+        return f"pipetrain.{type(value).__name__}({keywords(value.given)})"
+    is_object = is_dataclass(value) and type(value).__module__.startswith("pipetrain.")
+    return f"pipetrain.{value!r}" if is_object else repr(value)
 
 
 def check_staleness(staleness: Any) -> str:

@@ -16,8 +16,8 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.compression import Compression
-from pipetrain.schemes.options import AnyScheme, check_microbatches, compressing, name_of, splits
-from pipetrain.schemes.synchrony import Gossip, Stale, Synchrony, synchrony_of
+from pipetrain.schemes.options import AnyScheme, check_microbatches, each_compressing, name_of, splits
+from pipetrain.schemes.synchrony import Gossip, LocalSGD, Synchrony, synchrony_of
 from pipetrain.schemes.table import (
     CODED,
     GRID,
@@ -152,7 +152,7 @@ def compare(
         ValueError: what cannot be planned or simulated; ``microbatches`` where none of the schemes splits minibatches.
     """
     cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
-    schemes = [compressing(scheme, compression) for scheme in schemes]
+    schemes = each_compressing(schemes, compression)
     split = {scheme: splits(training.under(scheme).scheme) for scheme in schemes}
     for scheme in [each for each in schemes if split[each]] or schemes:
         check_microbatches(microbatches, training.under(scheme).scheme)
@@ -169,7 +169,7 @@ def compare(
                 order,
                 servers=servers if name == SERVING else None,
                 compression=compression,
-                synchrony=synchrony if name != SERVING or isinstance(synchrony_of(synchrony), Stale) else None,
+                synchrony=synchrony if name != SERVING or not isinstance(synchrony_of(synchrony), LocalSGD) else None,
                 topology=None if name == SERVING else topology,
             )
             for name in TRANSFERRING
@@ -179,6 +179,10 @@ def compare(
     }
     partitions: dict[str, Partition | None] = {}
     named = {name_of(scheme): scheme for scheme in schemes}
+    if len(named) < len({*schemes}):
+        raise ValueError(
+            f"Each scheme has a row. Received: schemes={[*map(name_of, schemes)]}. Try a call for each of its options."
+        )
     for name, scheme in named.items():
         way, cut = chooser.of(scheme, microbatches if split[scheme] else None)
         partitions[name] = cut if way.fits else None

@@ -118,7 +118,7 @@ def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: 
     Raises ValueError for a plan that does not move every variable once each way, and for counts below 1.
     """
     check_plan(plan, setting.workload.sizes_bytes, setting.serves)
-    plan = plan.returning if setting.is_stale else plan
+    plan = plan.returning.in_time(plan.late_variables) if setting.is_stale else plan
     checked_count("minibatches", minibatches, COUNTED, 8)
     kernel = Kernel(setting.cluster, [varying(slowdown, seed)] * setting.workers, setting.message_work)
     programs, before = programs_of(setting, plan, minibatches), _first_rows(setting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import MISSING, fields
 
 import pytest
@@ -157,7 +158,7 @@ def test_help_lists_options_under_their_schemes(command, wanted, capsys, monkeyp
     expected, _ = command_line(wanted.split())
     titles = [group.title for group in expected._action_groups[2:]]
     assert [line.rstrip(":") for line in said.splitlines() if line.startswith("options of ")] == titles
-    parts = {part.partition(":\n")[0]: part for part in said.split("\n\n") if part.startswith("options of ")}
+    parts = {part.partition(":\n")[0]: part for part in re.split(r"^(?=options of )", said, flags=re.M)[1:]}
     for option, ((group, _),) in flags(expected).items():
         assert f"\n  --{option} " in parts[group.title]
 

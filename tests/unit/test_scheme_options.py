@@ -22,6 +22,7 @@ from pipetrain.schemes.options import (
     policy_of,
     scheduled,
     with_options,
+    written,
 )
 from pipetrain.schemes.table import AUTO, EVERY_NAME, scheme
 
@@ -137,3 +138,10 @@ def test_every_option_of_an_asynchronous_scheme_reaches_its_policy():
             made, plain = policy_of(kind(**{**others, each.name: wanted})), policy_of(kind(**others))
             assert each.name in made and made != plain
             assert kind(**{**others, each.name: wanted}).scheme != kind(**others).scheme
+
+
+def test_schemes_are_told_as_a_program_would_write_them():
+    given = pipetrain.AllReduce(compression=pipetrain.TopK(0.1), synchrony=pipetrain.LocalSGD(4))
+    assert written(given).startswith("pipetrain.AllReduce(compression=pipetrain.TopK(share=0.1")
+    assert "synchrony=pipetrain.LocalSGD(steps=4" in written(given)
+    assert flat(pipetrain.OneFOneB(compression=pipetrain.Int8(64))) == {"scheme": "1f1b", "compression": "int8:64"}

@@ -476,6 +476,18 @@ def test_microbatches_are_for_those_of_several_schemes_that_split():
     assert pieces == {"gpipe": 4 * 8, "vanilla": 4}
     with pytest.raises(ValueError, match="microbatches=8, scheme='vanilla'"):
         compare(chain(8), 4, ["vanilla", "single"], microbatches=8)
+    with pytest.raises(ValueError, match=r"Each scheme has a row\. Received: schemes=\['1f1b', '1f1b'\]"):
+        compare(chain(8), 4, ["1f1b", OneFOneB(compression="int8")], minibatches=4)
+
+
+def test_a_compression_of_gradients_alone_leaves_pipelines_as_they_are():
+    whole = compare(chain(8), 4, ["1f1b", "all-reduce"], minibatches=4)
+    less = compare(chain(8), 4, ["1f1b", "all-reduce"], minibatches=4, compression="top-k")
+    assert less.traces["1f1b"] == whole.traces["1f1b"]
+    with pytest.raises(ValueError, match="top-k"):
+        compare(chain(8), 4, ["1f1b"], minibatches=4, compression="top-k")
+    with pytest.raises(ValueError, match="asynchronous"):
+        compare(chain(8), 4, ["parameter-server"], minibatches=4, synchrony="asynchronous")
 
 
 def test_other_refusals():

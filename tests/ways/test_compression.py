@@ -17,7 +17,9 @@ from checkpointed import run as checkpointed
 from transfer_models import words
 
 import pipetrain
-from pipetrain.compute.transfers.compression import TENSORS, uniform
+from pipetrain.compute.functions.split import size_bytes
+from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.transfers.compression import TENSORS, CutMessages, uniform
 from pipetrain.schemes.compression import COMPRESSIONS, CUTS, Compression, Int8, TopK, compression_of
 from pipetrain.schemes.splitting import microbatch_rows
 
@@ -380,6 +382,25 @@ def test_a_message_is_as_large_as_planned():
     sent = [each for each in pm.trace.transfers if each.op == "F" and each.from_stage == 0][: len(rows)]
     assert sum(each.size_bytes - 4 for each in sent) == planned
     assert plan.stages[0].crossing_bytes(options) == pytest.approx(planned, abs=4 * len(rows))
+
+
+def test_what_would_become_larger_crosses_as_it_is():
+    for name, dtype, coded in (("int8:2", "float16", False), ("int8", "float16", True), ("bfloat16", "float16", False)):
+        spec = tf.TensorSpec([None, WIDTH], dtype)
+        value = tf.cast(tf.random.stateless_normal((5, WIDTH), (0, 1)), dtype)
+        cut = CutMessages(compression_of(name), 0, [spec], [True], ())
+        message = cut.encoded(BoundaryTensors([value], [None]), tf.zeros([], tf.int64), 0)
+        assert (message.tensors[0].dtype == tf.uint8) == coded
+        assert size_bytes(message.tensors[0]) <= size_bytes(value) + tf.int32.size
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_numbers_that_the_other_type_has_arrive(name):
+    """Such as those of a mask that softmax is to leave out."""
+    spec, sent = tf.TensorSpec([None, 3], tf.float32), tf.constant([[0.0, -math.inf, 1.0], [math.inf, 0.5, -2.0]])
+    cut = CutMessages(compression_of(name), 0, [spec], [True], ())
+    found = cut.decoded(cut.encoded(BoundaryTensors([sent], [None]), tf.zeros([], tf.int64), 0))
+    assert found.tensors[0].numpy().tolist() == sent.numpy().tolist()
 
 
 def test_what_cannot_cross_is_refused():

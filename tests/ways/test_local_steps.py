@@ -177,7 +177,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="Only all-reduce"):
         networks.in_way(networks.small(), scheme="parameter-server", synchrony="local:2")
     with pytest.raises(ValueError, match="Unknown synchrony"):
-        pipetrain.AllReduce(synchrony="stale")
+        pipetrain.AllReduce(synchrony="seldom")
     for wrong in ({"steps": 0}, {"rate": 0}, {"momentum": 1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             LocalSGD(**wrong)

@@ -13,6 +13,7 @@ from transfer_models import words
 import pipetrain
 from pipetrain.compute.transfers.step import TransferStep
 from pipetrain.schemes.synchrony import Stale, synchrony_of
+from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
 
 DEVICES = ("CPU:0", "CPU:1", "CPU:2")
 DATA = networks.data(70)
@@ -66,6 +67,40 @@ def test_weights_depend_neither_on_the_scheme_nor_on_the_order():
         networks.assert_equal(trained(scheme, order), whole)
     networks.assert_close(trained(topology="ring"), whole)
     assert any((mine != synchronous).any() for mine, synchronous in zip(whole, trained(synchrony=None), strict=True))
+
+
+def test_snapshots_are_drains_for_both_schemes_alike():
+    found = []
+    for scheme, order in WAYS:
+        keras.utils.set_random_seed(0)
+        pm = networks.in_way(networks.small(), scheme=scheme, order=order, synchrony="stale:1", devices=DEVICES)
+        pm.compile(keras.optimizers.SGD(0.05, momentum=0.9), networks.crossentropy())
+        looks = [pipetrain.callbacks.Snapshots(2, lambda *given: None)]
+        pm.fit(*DATA, batch_size=14, epochs=2, shuffle=False, verbose=0, callbacks=looks)
+        found.append(pm.get_weights())
+    for other in found[1:]:
+        networks.assert_close(other, found[0])
+
+
+class Bounded(keras.layers.Layer):
+    """Assigns to its trained weight, as spectral normalization does."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x):
+        self.scale.assign(keras.ops.clip(self.scale, -3.0, 3.0))
+        return x * self.scale
+
+
+def test_what_would_replace_an_update_is_refused():
+    for synchrony in ("stale:1", "asynchronous"):
+        model = keras.Sequential([keras.Input((networks.FEATURES,)), Bounded(), keras.layers.Dense(networks.CLASSES)])
+        with pytest.raises(ValueError, match=rf"synchrony='{synchrony}', with assignments to .*scale.*Try leaving"):
+            trained("parameter-server", synchrony=synchrony, make=lambda model=model: model)
+    late = Plan(Phase(), Phase((Pack((2, 3), 0),)), Phase((Pack((0, 1), 0),)))
+    with pytest.raises(ValueError, match=r"an order with late packs, synchrony=Stale"):
+        trained(order=late)
 
 
 def test_norms_are_of_all_gradients():

@@ -86,6 +86,20 @@ def test_weights_are_those_of_a_straight_line_of_numpy(topology, neighbours, eve
     np.testing.assert_allclose(layer.get_weights()[0], own.mean(0), rtol=1e-4, atol=1e-6)
 
 
+def test_exchanges_come_after_as_many_updates_whatever_drains_there_are():
+    """Epochs of four minibatches, and neighbours that average at every third update."""
+    found = []
+    for epochs, per in ((1, 24), (6, 4)):
+        keras.utils.set_random_seed(0)
+        way = {"scheme": "all-reduce", "devices": devices(3), "order": "none"}
+        pm = networks.in_way(networks.small(), topology="gossip", synchrony="local:3", **way)
+        pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy())
+        x, y = (np.tile(each[:24], (1 if per == 4 else 6, *[1] * (each.ndim - 1))) for each in DATA)
+        pm.fit(x, y, batch_size=6, epochs=epochs, shuffle=False, verbose=0)
+        found.append(trained_weights(pm))
+    networks.assert_equal(*found)
+
+
 def test_a_complete_graph_gives_the_average():
     """After every step all workers have the same weights, bitwise; with SGD and equal parts it is an all-reduce."""
     equal = {"data": networks.data(60), "rows": 15}
@@ -268,3 +282,5 @@ def test_what_cannot_be_is_refused():
         Gossip(3)
     with pytest.raises(ValueError, match="of 3, for 4 workers"):
         trained(PATH, 4)
+    with pytest.raises(ValueError, match=r"use_ema=True\. Try use_ema=False"):
+        trained("gossip", optimizer=keras.optimizers.SGD(0.05, use_ema=True))

@@ -39,7 +39,7 @@ from pipetrain.schemes.splitting import microbatch_rows
 
 TRACING, WEIGHING = 0.4, 0.5  # of a budget, in which functions are made, and their memory is measured
 CHOOSING = ("TF_CUDNN_", "TF_DISABLE_", "TF_ENABLE_", "TF_XLA_", "XLA_", "ONEDNN_", "DNNL_")  # variables' first letters
-FORMAT = 14  # of what is kept; profiles of other formats are measured anew
+FORMAT = 15  # of what is kept; profiles of other formats are measured anew
 
 _trusted: set[Path] = set()  # the files whose profiles this process has measured
 

@@ -101,7 +101,7 @@ class CastCodec(Codec):
     def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
         if self.options.name == Float16.name:
-            value = tf.where(tf.math.is_nan(value), value, tf.clip_by_value(value, -FINITE, FINITE))
+            value = tf.where(tf.math.is_finite(value), tf.clip_by_value(value, -FINITE, FINITE), value)
         return [tf.cast(flat(value), self._dtype)], memory
 
     def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
@@ -117,7 +117,7 @@ class IntegerCodec(Codec):
         return -(-self.count // self.options.block)
 
     def _lengths(self) -> list[Length]:
-        return [(-(-self.count * self.options.bits // 8), tf.uint8), (self._blocks, tf.float32)]
+        return [(-(-self.count // (8 // self.options.bits)), tf.uint8), (self._blocks, tf.float32)]
 
     def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
@@ -469,6 +469,7 @@ def _finite_or_nan(value: tf.Tensor) -> tf.Tensor:
 
 
 TENSORS = 1 << 12  # of a cut, at most: each has a number of its own
+MANY = 1 << 20  # elements, of which a message's bytes are in proportion
 
 
 class CutMessages:
@@ -493,8 +494,9 @@ class CutMessages:
         self._up = [self._down[n] for n in wanted]
 
     def _is_smaller(self, spec: tf.TensorSpec) -> bool:
-        bits = self._options.bits if isinstance(self._options, Int8) else 16
-        return bool(spec.dtype.is_floating and spec.shape.rank and bits < 8 * spec.dtype.size)
+        whole = MANY * spec.dtype.size
+        is_less = spec.dtype.is_floating and self._options.sent_bytes((MANY,), spec.dtype.size) < whole
+        return bool(is_less and spec.shape.rank)
 
     def encoded(self, values: Any, step: tf.Tensor, stream: Any) -> Any:
         """The values that one replica sends another, as they are sent; on the sender's device.
@@ -531,7 +533,9 @@ class CutMessages:
 
     def _message(self, value: tf.Tensor, spec: tf.TensorSpec, seed: Seed, stream: Any) -> tf.Tensor:
         """The sizes that the spec leaves open, and the codec's message."""
-        message, _ = self._codec(spec, tf.size(value)).message(_finite_or_nan(value), seed, stream)
+        codec = self._codec(spec, tf.size(value))
+        value = value if isinstance(codec, CastCodec) else _finite_or_nan(value)
+        message, _ = codec.message(value, seed, stream)
         sizes = tf.gather(tf.shape(value), _open(spec))
         return tf.concat([_as_bytes(sizes), message], 0)
 

@@ -39,6 +39,13 @@ class OwnWeights:
         with tf.device(weights[0].device):
             self._apart = tf.Variable(0, dtype=tf.int64, trainable=False)  # steps since the model had the weights
 
+    def steps_before(self, updates: int) -> int:
+        """The steps towards the next exchange that were made when the model had so many updates.
+
+        A drain is an exchange where this ``unites``; else every ``steps``-th update is one, whatever drains there are.
+        """
+        return 0 if self.unites else updates
+
     def _zeros(self, weights: Weights) -> list[keras.Variable]:
         with tf.device(weights.device):
             return [zeros_of(each) for each in specs(weights.variables)]

@@ -237,6 +237,13 @@ class Plan(NamedTuple):
             pulls=Phase(), returned=Phase(packs, (self.pulls if self.pulls.packs else self.returned).window)
         )
 
+    def in_time(self, needed: Collection[int]) -> Plan:
+        """The plan with those of the late packs in this backward that have needed variables."""
+        now = [pack for pack in self.late.packs if {*needed} & {*pack.variables}]
+        late = tuple(pack for pack in self.late.packs if pack not in now)
+        pushes = (*self.pushes.packs, *reversed(now))  # what the forward needs last, the backward makes first
+        return self._replace(pushes=self.pushes._replace(packs=pushes), late=Phase(late, self.late.window))
+
     @property
     def late_variables(self) -> list[int]:
         """Those that are updated in the next step."""
