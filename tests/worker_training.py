@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -53,6 +53,8 @@ def settings(case: str, workers: int) -> dict:
     """Of the PipelineModel: ``SCHEME`` or ``SCHEME/OPTION``."""
     name, _, option = case.partition("/")
     given = {"scheme": name}
+    if option == "replayed":
+        return given | {"stages": None, "order": "none"}
     if option in ("ring", "gossip"):
         return given | {"stages": None, "order": "layerwise", "topology": option}
     if option in ("stale:1", "asynchronous:0"):
@@ -92,11 +94,13 @@ def trained(case: str, workers: int, devices: list[str]) -> tuple[list, dict]:
     if case.startswith(("coded-reduce", "all-reduce/gossip")) and len(devices) == 1:
         devices = devices * workers  # each worker of a tree, and each that has weights of its own, has one
 
-    def pipeline() -> pipetrain.PipelineModel:
+    def pipeline(**more: object) -> pipetrain.PipelineModel:
         model = looping() if case.endswith("/loop") else None
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1 if case.endswith("/norm") else None)
-        return networks.pipeline(model, optimizer, devices=devices, **settings(case, workers))
+        return networks.pipeline(model, optimizer, devices=devices, **settings(case, workers), **more)
 
+    if case.endswith("/replayed"):
+        return recorded_and_replayed(pipeline, x, y)
     if case.endswith("/resumed"):
         return resumed(pipeline, x, y)
     if case.endswith("/in-flight"):
@@ -125,6 +129,17 @@ def stopped_and_never_stopped(
         assert saving.resumed_at == 3
     pairs = zip(never.get_weights(), pm.get_weights(), strict=True)
     return pm.get_weights(), {"different": sum(float((a != b).any()) for a, b in pairs)}
+
+
+def recorded_and_replayed(pipeline: Callable[..., pipetrain.PipelineModel], x: np.ndarray, y: np.ndarray) -> Any:
+    """Weights, and how many differ by a single bit if workers at their own pace do all in the same order again."""
+    found = []
+    with tempfile.TemporaryDirectory() as directory:
+        for file in ("record", "replay"):
+            pm = pipeline(synchrony=pipetrain.Asynchronous(3, **{file: f"{directory}/order"}))
+            networks.fit(pm, x, y, batch_size=BATCH, epochs=2)
+            found.append(pm.get_weights())
+    return found[1], {"different": sum(float((a != b).any()) for a, b in zip(*found, strict=True))}
 
 
 def resumed(pipeline: Callable[[], pipetrain.PipelineModel], x: np.ndarray, y: np.ndarray) -> tuple[list, dict]:

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import OF_WORKER, assign, collected
+from pipetrain.checkpoint.state import OF_WORKER, Arrays, assign, collected
 from pipetrain.cluster.bandwidth import message_work
 from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.split import size_bytes, specs
@@ -38,7 +38,7 @@ from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.plan.choice import TURNS, fastest, finalists
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile, Seconds
-from pipetrain.run.step_runner import OwnPaceRunner, StepRunner
+from pipetrain.run.step_runner import Arrivals, OwnPaceRunner, StepRunner
 from pipetrain.run.window import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.compression import compression_of
@@ -133,6 +133,9 @@ class TransferStrategy(RunnerStrategy):
         self._compression = compression_of(options.compression)
         self._devices = planner.layout.devices
         self._synchrony = synchrony_of(options.synchrony) if isinstance(options, AllReduce | ParameterServer) else None
+        self._arrivals: Arrivals | None = None  # of workers with a pace of their own
+        if isinstance(self._synchrony, Asynchronous):
+            self._arrivals = Arrivals(self._synchrony.record, self._synchrony.replay)
         self._topology = topology_of(options.topology) if isinstance(options, AllReduce) else None
         if isinstance(self._topology, Gossip):
             self._topology.neighbours(len(self._devices))  # raises for a graph of others
@@ -217,6 +220,12 @@ class TransferStrategy(RunnerStrategy):
         if self._outer is not None and not any(OF_WORKER.search(kind) for kind in had):
             self._outer.take_slots()
 
+    def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
+        """Go on from there; workers with a pace of their own go on in their order, too."""
+        if self._arrivals is not None:
+            self._arrivals.go_on(about["updates"])
+        return super().restore(arrays, about)
+
     @property
     def drains(self) -> bool:
         """Whether to have the state changes training.
@@ -280,7 +289,7 @@ class TransferStrategy(RunnerStrategy):
         kind: Any = TransferStep
         make: Any = StepRunner
         if isinstance(self._synchrony, Asynchronous):
-            kind, make = OwnPaceStep, partial(OwnPaceRunner, self._synchrony)
+            kind, make = OwnPaceStep, partial(OwnPaceRunner, self._synchrony, known(self._arrivals))
         return make(
             self._weights,
             workers,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -229,7 +230,7 @@ class StepRunner(Stepwise):
         if any([worker.load() for worker in self._workers]):  # each of them, whatever the first one says
             self._retraced()
         self._await_writes()
-        self._workers[0].prepare(self._workers[1:], self._weights[0].assigned)
+        self._workers[0].prepare(self._workers[1:], self._averaged)
         self._waiting, self._apart, self._shares = False, False, {}
         if self._outer is not None:
             self._outer.begin()
@@ -245,8 +246,13 @@ class StepRunner(Stepwise):
         """The weights, and the state of all workers, as ``_store`` takes them."""
         first, *others = self._workers
         stored = self._weights[0].stored() if self._outer is None else self._outer.stored()
-        values = [*stored, *first.outcome(others, self._weights[0].assigned)]
+        values = [*stored, *first.outcome(others, self._averaged)]
         return [None if each is None else here([each])[0] for each in values]
+
+    @property
+    def _averaged(self) -> Sequence[int]:
+        """The numbers of the state's variables of which the model has the average over all workers."""
+        return self._weights[0].assigned
 
     def _store(self, values: Sequence[Any]) -> None:
         count = len(self._weights[0].variables)
@@ -266,54 +272,117 @@ class Event(NamedTuple):
 TAKEN, APPLIED = "taken", "applied"
 
 
+KEPT_EVENTS = 10_000
+
+
 class Arrivals:
-    """The order in which workers take minibatches and apply gradients, written to a file, or as a file says.
+    """The order in which the workers of a model take minibatches and apply gradients: written to a file, or by a file.
+
+    It lasts as long as the model: what is compiled or fitted later is written behind what there is, and goes on in the
+    replay where that is.
 
     Args:
         record: the file to write, None for none.
         replay: the file to follow, None for none.
 
-    Raises ValueError for a file that cannot be followed.
+    Raises ValueError for a file that cannot be followed, and for one that cannot be written.
     """
 
     def __init__(self, record: str | None, replay: str | None) -> None:
         self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
-        self._file = None if record is None else Path(record)
-        if self._file is not None:
-            self._file.write_text("", encoding="utf-8")
-        self._due = deque[Event]() if replay is None else deque(_events(Path(replay)))
+        self._order = [] if replay is None else _events(Path(replay), "replay")
+        self._next = 0  # which event of the order is due
+        self._file = None if record is None else _writable(Path(record))
+        self._is_mine = False  # whether what is in the file is of this model
 
     @property
     def due(self) -> Event | None:
         """What is to be done next; None for anything."""
-        return self._due[0] if self._due else None
+        return self._order[self._next] if self._next < len(self._order) else None
 
     def is_due(self, what: str, worker: int) -> bool:
         """Whether a worker may do this next."""
         return self.due is None or (self.due.what, self.due.worker) == (what, worker)
 
+    def begin(self) -> None:
+        """Minibatches follow. Raises ValueError for a file that has events of something else."""
+        if self._file is not None and not self._is_mine and self._file.exists() and self._file.stat().st_size:
+            raise ValueError(
+                f"A record that is there is not written over. Received: record={str(self._file)!r}, which is not "
+                "empty, and training that does not go on from a checkpoint. Try another file, or remove this one."
+            )
+        self._is_mine = True
+
+    def go_on(self, minibatches: int) -> None:
+        """Training goes on from a checkpoint, after so many minibatches.
+
+        All of them had been applied, and no other one was taken: the replay goes on behind them, and what was recorded
+        of later ones, which are trained on again, is left out. Raises ValueError for a record that lacks them.
+        """
+        if self._order:
+            left, self._next = minibatches - self._order[0].minibatch, 0
+            while left > 0 and (due := self.due) is not None:
+                left -= due.what == APPLIED
+                self._next += 1
+        if self._file is None or not self._file.exists():
+            return
+        known = events = _events(self._file, "record") if self._file.stat().st_size else []
+        while known and known[-1].minibatch >= minibatches:
+            known = known[:-1]
+        if events and all(each[:2] != (APPLIED, minibatches - 1) for each in known):
+            raise ValueError(
+                f"The record is not of the training that goes on. Received: record={str(self._file)!r}, without "
+                f"minibatch {minibatches - 1}, the last one before the checkpoint. Try another file."
+            )
+        if known != events:
+            self._file.write_text("".join(map(_line, known)), encoding="utf-8")
+        self._is_mine = True
+
     def add(self, event: Event) -> None:
         """It was done."""
-        if self._due:
-            self._due.popleft()
+        self._next += self.due is not None
         self.events.append(event)
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
-                file.write(" ".join(map(str, event)) + "\n")
+                file.write(_line(event))
 
 
-KEPT_EVENTS = 10_000
+def _line(event: Event) -> str:
+    return " ".join(map(str, event)) + "\n"
 
 
-def _events(file: Path) -> list[Event]:
-    try:
-        lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
-        return [Event(what, *map(int, numbers)) for what, *numbers in lines]
-    except (OSError, ValueError, TypeError) as error:
+def _writable(file: Path) -> Path:
+    """The file, of which a record can be written. Raises ValueError."""
+    if file.is_dir() or not file.parent.is_dir():
+        problem = "which is a directory" if file.is_dir() else f"of which there is no directory {str(file.parent)!r}"
         raise ValueError(
-            f"No order of arrivals is in this file. Received: replay={str(file)!r}, {error}. "
+            f"A record is a file in a directory that is there. Received: record={str(file)!r}, {problem}. "
+            "Try record='arrivals.txt'."
+        )
+    return file
+
+
+def _events(file: Path, argument: str) -> list[Event]:
+    """Those of a file. Raises ValueError, which names the line, for what is no order of arrivals."""
+    problem, found = "no event", list[Event]()
+    try:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            problem = f"line {number}: {line!r}"
+            what, *numbers = line.split()
+            event = Event(what, *map(int, numbers))
+            if what not in (TAKEN, APPLIED) or min(event[1:]) < 0:
+                raise ValueError(f"Events are {TAKEN!r} and {APPLIED!r}, and their numbers are not negative.")
+            found.append(event)
+        if not found:
+            raise ValueError("The file is empty.")
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, OSError):
+            problem = str(error)
+        raise ValueError(
+            f"No order of arrivals is in this file. Received: {argument}={str(file)!r}, {problem}. "
             "Try one that record= wrote."
         ) from error
+    return found
 
 
 class Queued(NamedTuple):
@@ -328,7 +397,9 @@ class Queued(NamedTuple):
 class Exchange:
     """Where workers take minibatches and bring gradients: one at a time, so that each finds whole versions of weights.
 
-    Every method that waits raises ``Closed`` when nothing is waited for any more.
+    Every method that waits raises ``Closed`` when nothing is waited for any more. Weights are read and updated by the
+    worker whose turn it is, without the lock, so that nobody else waits for a device that may be lost. A turn that
+    fails does not end: the error closes the exchange.
 
     Args:
         arrivals: whose turn it is.
@@ -337,6 +408,7 @@ class Exchange:
 
     def __init__(self, arrivals: Arrivals, workers: int) -> None:
         self._arrivals, self._workers, self._changed = arrivals, workers, threading.Condition()
+        self._is_turn = False  # somebody's
         self._busy: set[int] = set()  # the workers that have a minibatch
         self._posted: deque[Queued] = deque()
         self._results: dict[int, Result] = {}
@@ -352,26 +424,39 @@ class Exchange:
 
     def take(self, worker: int, first: int, read: Callable[[], Value]) -> tuple[Queued, int, Value]:
         """The next minibatch, when it is this worker's turn; how many were applied before; and what is read then."""
-        with self._changed:
-            self._await(lambda: bool(self._posted) and self._arrivals.is_due(TAKEN, worker))
+        self._begin_turn(lambda: bool(self._posted) and self._arrivals.is_due(TAKEN, worker))
+        value = read()
+        with self._ending_turn():
+            if self._is_closed:
+                raise Closed
             posted = self._posted.popleft()
             self._busy.add(worker)
-            value = read()
             self._arrivals.add(Event(TAKEN, first + posted.number, worker, 0))
-            self._changed.notify_all()
             return posted, self.applied, value
 
     def bring(
         self, worker: int, first: int, posted: Queued, version: int, result: Result, apply: Callable[[], None]
     ) -> None:
         """Apply a minibatch's gradients, when it is this worker's turn."""
-        with self._changed:
-            self._await(lambda: self._arrivals.is_due(APPLIED, worker))
-            apply()
+        self._begin_turn(lambda: self._arrivals.is_due(APPLIED, worker))
+        apply()
+        with self._ending_turn():
             self._arrivals.add(Event(APPLIED, first + posted.number, worker, self.applied - version))
             self._results[posted.number] = result
             self._busy.remove(worker)
             self.applied += 1
+
+    def _begin_turn(self, is_mine: Callable[[], bool]) -> None:
+        with self._changed:
+            self._await(lambda: not self._is_turn and is_mine())
+            self._is_turn = True
+
+    @contextmanager
+    def _ending_turn(self) -> Iterator[None]:
+        """What a turn has come to is noted within this."""
+        with self._changed:
+            yield
+            self._is_turn = False
             self._changed.notify_all()
 
     def result(self, number: int) -> Result:
@@ -391,11 +476,13 @@ class Exchange:
 
     def _is_stuck(self) -> bool:
         due = self._arrivals.due
-        if due is None:
+        if due is None or self._is_turn:
             return False
+        if not 0 <= due.worker < self._workers:
+            return True
         if due.what == APPLIED:
             return due.worker not in self._busy
-        return not self._posted or due.worker in self._busy or due.worker >= self._workers
+        return not self._posted or due.worker in self._busy
 
     def close(self) -> None:
         """Nothing is waited for any more."""
@@ -422,12 +509,12 @@ class OwnPaceWorker(StoppableThread):
         """The thread's body."""
         try:
             while True:
-                posted, version, weights = self._exchange.take(self._worker, self._runner.made, self._runner.read)
+                posted, version, values = self._exchange.take(self._worker, self._runner.first, self._runner.read)
                 self._doing = f"minibatch {posted.number}"
                 start_s = time.perf_counter()
-                result, gradients = self._runner.compute(self._worker, posted, weights)
-                apply = partial(self._runner.apply, self._worker, posted, gradients, start_s)
-                self._exchange.bring(self._worker, self._runner.made, posted, version, result, apply)
+                result, made = self._runner.compute(self._worker, posted, values)
+                apply = partial(self._runner.apply, self._worker, posted, made, start_s)
+                self._exchange.bring(self._worker, self._runner.first, posted, version, result, apply)
         except Closed:
             pass
         except BaseException as error:
@@ -440,15 +527,16 @@ class OwnPaceRunner(StepRunner):
     Threads live from the first ``post`` to the next ``drain``, which waits until all minibatches have been applied.
 
     Args:
-        synchrony: how far workers go ahead, and the order of arrivals.
+        synchrony: how far workers go ahead.
+        arrivals: their order.
         others: those of ``StepRunner``.
     """
 
-    def __init__(self, synchrony: Asynchronous, *others: Any) -> None:
+    def __init__(self, synchrony: Asynchronous, arrivals: Arrivals, *others: Any) -> None:
         super().__init__(*others)
         self.sends_ahead = False
         self.window = synchrony.ahead(len(self._workers)) + 1
-        self.arrivals = Arrivals(synchrony.record, synchrony.replay)
+        self.arrivals, self.first = arrivals, 0  # the minibatches before the threads were started
         self.exchange, self.control = self._new_exchange(), Control(RunSettings())
         self._threads: list[OwnPaceWorker] = []
         self._taken = 0  # results
@@ -475,25 +563,32 @@ class OwnPaceRunner(StepRunner):
             self.snapshots.append(self._made_ahead.popleft())
 
     def read(self) -> Any:
-        """The weights as they are."""
-        return self._step.read()
+        """The weights as they are, and what layers gather of all minibatches.
 
-    def compute(self, worker: int, posted: Queued, weights: Any) -> tuple[Result, Any]:
-        """A minibatch's result and gradients, by one of the threads."""
+        Another process reads them when it comes to that, and an update need not wait for it: this one does.
+        """
+        values = self._step.read()
+        devices = [self._workers[0].device, *(group.device for group in self._weights[0].groups)]
+        for device in filter(is_remote, dict.fromkeys(devices)):
+            finish(device)
+        return values
+
+    def compute(self, worker: int, posted: Queued, values: Any) -> tuple[Result, Any]:
+        """A minibatch's result, and what is to be applied, by one of the threads."""
         device = self._workers[worker].device
         x, targets = posted.x, posted.targets
         if is_remote(device):  # a worker does not fetch from this process: it is given what it needs
             with tf.device(device):
                 x, targets = tf.nest.map_structure(_there, (x, targets))
         inputs = self._weights[0].sorted(BoundaryTensors(x, [None] * len(x)), targets)
-        made, gradients = self._step.compute(worker, weights, Rows(worker, inputs, self._whole[worker]))
+        result, made = self._step.compute(worker, values, Rows(worker, inputs, self._whole[worker]))
         finish(device)  # what fails does so here
-        return Result(made.loss, made.output), gradients
+        return Result(result.loss, result.output), made
 
-    def apply(self, worker: int, posted: Queued, gradients: Any, start_s: float) -> None:
+    def apply(self, worker: int, posted: Queued, made: Any, start_s: float) -> None:
         """Update the weights; one thread at a time."""
         self._set_rates(posted.rate)
-        self._step.apply(gradients)
+        self._step.apply(made)
         for group in self._weights[0].groups:
             group.updated()
         settings = self._run
@@ -509,7 +604,14 @@ class OwnPaceRunner(StepRunner):
         self._check_unassigned("asynchronous", "what other workers have made")
         return masks
 
+    @property
+    def _averaged(self) -> Sequence[int]:
+        """None: the first worker has what layers gather of all minibatches."""
+        return []
+
     def _load(self, settings: RunSettings) -> None:
+        self.arrivals.begin()
+        self.first = settings.minibatches
         super()._load(settings)
         if self._step is None:
             self._step = self._steps(self.plan, None)

@@ -142,7 +142,10 @@ class Stepwise:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing runs between two steps anyway."""
+        """The model may have other weights meanwhile: what runs now reads none of its variables.
+
+        Between two steps nothing runs, but that workers with a pace of their own go on, with what is on devices.
+        """
         yield
 
     def restore(self, snapshot: Snapshot) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pipetrain.schemes.arguments import checked_count, is_count
@@ -110,17 +112,22 @@ class Asynchronous:
     applied as soon as they are there: an update for each minibatch. None waits for a slower one until the bound is
     reached: no worker begins a minibatch before all those more than ``bound`` before it have been applied, as in SSP
     (Ho et al. 2013), so no gradient has a staleness above twice the bound. With 0, one minibatch is trained on after
-    another, as on a single device.
+    another, as on a single device, but that each worker has its own draws of Dropout and other random layers.
+
+    Moving statistics (BatchNormalization) are read with the weights and written when the gradients are applied: of
+    minibatches that are computed at the same time, the last one's replace those of the others.
 
     Which worker takes and applies when depends on how fast they are. ``record`` keeps that order, and each gradient's
     staleness, in a file; with ``replay`` a run takes the order of such a file, and comes to the same weights, bitwise.
+    Both go on over all that one model is compiled and fitted; from a checkpoint, behind the minibatches before it.
 
     Args:
         bound: of the minibatches that may be begun before one that is not applied; None: as many as workers.
-        record: a file to write, a line for every minibatch that is taken or applied.
+        record: a file to write, a line for every minibatch that is taken or applied. If it is there and not empty, only
+            training that goes on from a checkpoint may write to it.
         replay: a file that was recorded. After its last line workers go on as they are.
 
-    Raises ValueError for a bound below 0, and for a file that is both read and written.
+    Raises ValueError for a bound below 0, and for a file that is both read and written; TypeError for what is no path.
     """
 
     name: ClassVar[str] = "asynchronous"
@@ -132,7 +139,12 @@ class Asynchronous:
         """Raise ValueError for values that it cannot have."""
         if self.bound is not None:
             checked_count("bound", self.bound, "A bound is a number of minibatches", 3, least=0)
-        if self.record is not None and self.record == self.replay:
+        files = {name: getattr(self, name) for name in ("record", "replay") if getattr(self, name) is not None}
+        for name, file in files.items():
+            if not isinstance(file, str | PathLike):
+                raise TypeError(f"An order is in a file. Received: {name}={file!r}. Try {name}='arrivals.txt'.")
+            object.__setattr__(self, name, fspath(file))
+        if len({Path(file).resolve() for file in files.values()}) < len(files):
             raise ValueError(
                 f"An order is recorded in another file than the one that is replayed. Received: record={self.record!r},"
                 f" replay={self.replay!r}. Try record=None."
@@ -171,10 +183,10 @@ def synchrony_of(given: Any) -> Synchrony | None:
             f"Synchrony is a name or an object. Received: synchrony={given!r}. "
             f"Try {SYNCHRONOUS!r}, 'local:8', 'stale:1', or pipetrain.LocalSGD(steps=8)."
         )
-    name, _, number = given.partition(":")
-    if name == SYNCHRONOUS and not number:
+    name, colon, number = given.partition(":")
+    if given == SYNCHRONOUS:
         return None
-    if name not in NUMBERED or (number and not (number.isascii() and number.isdecimal())):
+    if name not in NUMBERED or (colon and not (number.isascii() and number.isdecimal())):
         raise ValueError(
             f"Unknown synchrony. Received: synchrony={given!r}. "
             f"Try {SYNCHRONOUS!r}, 'local:8', 'stale:1', or 'asynchronous'."

@@ -224,7 +224,7 @@ def test_calls_of_another_thread_draw_what_this_one_would(monkeypatch, settings)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("scheme", ["all-reduce", "parameter-server", "grid"])
+@pytest.mark.parametrize("scheme", ["all-reduce", "parameter-server", "asynchronous", "grid"])
 def test_a_step_over_all_workers_ends_when_one_is_lost(number, scheme):
     found = lost(number, "fit", scheme)
     assert found["workers"] == [1] and found["threads"] == [] and found["kept"]

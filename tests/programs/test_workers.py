@@ -68,7 +68,8 @@ def assert_as_in_one_process(found):
 @pytest.fixture(scope="module")
 def two_workers():
     """One process that joins two workers and trains on them."""
-    return trained(2, "join", "spectrain", "gpipe/norm", "all-reduce/late", "spectrain/in-flight")
+    cases = "spectrain", "gpipe/norm", "all-reduce/late", "spectrain/in-flight", "parameter-server/replayed"
+    return trained(2, "join", *cases)
 
 
 @pytest.mark.wide
@@ -80,6 +81,11 @@ def test_two_workers_train_as_one_process_does(two_workers):
 def test_what_is_in_flight_on_workers_is_in_checkpoints(two_workers):
     """Stopped and resumed, training ends bitwise as without checkpoints."""
     assert two_workers["spectrain/in-flight"]["different"] == 0
+
+
+@pytest.mark.wide
+def test_what_workers_did_at_their_own_pace_is_replayed_bitwise(two_workers):
+    assert two_workers["parameter-server/replayed"]["different"] == 0
 
 
 @pytest.mark.wide

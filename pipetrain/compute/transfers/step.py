@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -18,6 +19,7 @@ from pipetrain.compute.functions.graph_rewrite import sharing_constants, unpacke
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage_values import BoundaryTensors, without_rows
 from pipetrain.compute.functions.weight_groups import WeightGroup
+from pipetrain.compute.graph.sharing import is_seed
 from pipetrain.compute.keras_private import count_of
 from pipetrain.compute.transfers.compression import Compressor
 from pipetrain.compute.transfers.message import (
@@ -183,10 +185,18 @@ class TransferStep:
             self._return()
         return self._result(active, made)
 
-    def _run(self, worker: int, weights: list[tf.Tensor], inputs: Any, shares: Shares) -> Made:
+    def _run(
+        self,
+        worker: int,
+        weights: list[tf.Tensor],
+        inputs: Any,
+        shares: Shares,
+        state: Mapping[int, tf.Tensor] = MappingProxyType({}),
+    ) -> Made:
+        """What a worker makes of its rows; ``state`` has values, by number, in place of those that it has."""
         on = self._workers[worker]
         flat: list[tf.Tensor] = []
-        arguments = weights, on.read(), *inputs, shares
+        arguments = weights, [state.get(n, value) for n, value in enumerate(on.read())], *inputs, shares
         unpacker(self._made.structured_input_signature[0])(arguments, flat)
         graph = tf.compat.v1.get_default_graph()
         flat += [graph.capture(each) for each in self._captured[worker]]
@@ -374,48 +384,66 @@ class TransferStep:
 
 
 class OwnPaceStep(TransferStep):
-    """The functions of workers that each make steps of their own with the weights of servers."""
+    """The functions of workers that each make steps of their own with the weights of servers.
 
-    def read(self) -> list[tf.Tensor]:
-        """The weights as the servers have them; holding them keeps this version."""
+    What layers gather of all minibatches, such as moving statistics, is the first worker's: others read it with the
+    weights, and write it when their gradients are applied. The seeds of random layers are each worker's own.
+    """
+
+    def read(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The weights as the servers have them, and what layers have gathered; holding them keeps this version."""
         (weights,) = self._weights
         values = {n: value for group in weights.groups for n, value in zip(group.numbers, group.weights(), strict=True)}
-        return [values[n] for n in range(len(weights.variables))]
+        return [values[n] for n in range(len(weights.variables))], self._workers[0].read(self._gathered)
+
+    @property
+    def _gathered(self) -> list[int]:
+        """The numbers of the state's variables that layers assign to, but for seeds."""
+        state = self._workers[0].state
+        return [n for n in self._weights[0].assigned if not is_seed(state[n])]
 
     def prepare_worker(self, worker: int) -> None:
         """Trace a worker's function, which threads call at once."""
         *_, differentiable, constants, shares = self._made.structured_input_signature[0]
         function = tf.function(packing_captures(partial(self._computed, worker)), autograph=False)
-        like = specs(self._weights[0].variables)
+        state = self._workers[0].state
+        like = specs(self._weights[0].variables), specs([state[n] for n in self._gathered])
         self._functions[worker] = function.get_concrete_function(like, ((differentiable, constants), shares))
         if "apply" not in self._functions:
-            gradients = self._functions[worker].structured_outputs[1]
-            given = [each if each is None else tf.type_spec_from_value(each) for each in gradients]
+            made = self._functions[worker].structured_outputs[1]
+            given = [[each if each is None else tf.type_spec_from_value(each) for each in part] for part in made]
             apply = tf.function(packing_captures(self._applied), autograph=False)
             self._functions["apply"] = apply.get_concrete_function(given)
 
-    def compute(self, worker: int, weights: Sequence[tf.Tensor], rows: Rows) -> tuple[StepResult, list[Any]]:
-        """The result of a minibatch, and its gradients on the servers."""
-        found: tuple[StepResult, list[Any]] = self._functions[worker](list(weights), (rows.inputs, rows.shares))
+    def compute(self, worker: int, values: Any, rows: Rows) -> tuple[StepResult, Any]:
+        """The result of a minibatch with what was ``read``, and what is to be applied, where it is applied."""
+        found: tuple[StepResult, Any] = self._functions[worker](values, (rows.inputs, rows.shares))
         return found
 
-    def apply(self, gradients: Sequence[Any]) -> None:
-        """Update the weights by a minibatch's gradients."""
-        self._functions["apply"](list(gradients))
+    def apply(self, made: Any) -> None:
+        """Update the weights by a minibatch's gradients, and what layers have gathered."""
+        self._functions["apply"](made)
 
-    def _computed(self, worker: int, weights: Sequence[tf.Tensor], given: Any) -> tuple[StepResult, list[Any]]:
-        device = self._workers[worker].device
-        there = [sent(value, self._server[n], device, []) for n, value in enumerate(weights)]
-        made = self._run(worker, there, *given)
-        self._workers[worker].assign(self._weights[0].assigned, made.state)
+    def _computed(self, worker: int, values: Any, given: Any) -> tuple[StepResult, list[list[Any]]]:
+        on, first = self._workers[worker], self._workers[0].device
+        (weights, gathered), (inputs, shares) = values, given
+        there = [sent(value, self._server[n], on.device, []) for n, value in enumerate(weights)]
+        state = {n: sent(value, first, on.device, []) for n, value in zip(self._gathered, gathered, strict=True)}
+        made = self._run(worker, there, inputs, shares, state)
+        after = dict(zip(self._weights[0].assigned, made.state, strict=True))
+        seeds = [n for n in after if n not in state]
+        on.assign(seeds, [after[n] for n in seeds])
         gradients = [
-            None if each is None else _on_server(each, device, self._server[n]) for n, each in enumerate(made.gradients)
+            None if each is None else _on_server(each, on.device, self._server[n])
+            for n, each in enumerate(made.gradients)
         ]
-        return self._result([worker], [made]), gradients
+        return self._result([worker], [made]), [gradients, [sent(after[n], on.device, first, []) for n in state]]
 
-    def _applied(self, gradients: Sequence[Any]) -> None:
+    def _applied(self, made: Any) -> None:
+        gradients, gathered = made
         (weights,) = self._weights
         weights.apply(weights.groups, _of({n: each for n, each in enumerate(gradients) if each is not None}))
+        self._workers[0].assign(self._gathered, gathered)
 
 
 def _on_server(gradient: Any, device: str, server: str) -> Any:

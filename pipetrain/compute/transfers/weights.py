@@ -198,10 +198,11 @@ class Worker:
             self._copies.assign(self._variables, values)
         return is_new
 
-    def read(self) -> list[tf.Tensor]:
-        """The values, within a function."""
+    def read(self, numbers: Sequence[int] | None = None) -> list[tf.Tensor]:
+        """The values, all or those with these numbers."""
         with tf.device(self.device):
-            return [variable.read_value() for variable in self._variables]
+            every = range(len(self._variables))
+            return [self._variables[n].read_value() for n in (every if numbers is None else numbers)]
 
     def assign(self, numbers: Sequence[int], values: Sequence[tf.Tensor]) -> None:
         """New values of those with these numbers, within a function."""
