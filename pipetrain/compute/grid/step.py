@@ -207,7 +207,7 @@ class GridStep:
         host: this process's device, to which results come.
     """
 
-    is_late = False
+    is_late = waits = False  # no gradients are left to the next step
 
     def __init__(self, weights: GridWeights, workers: Sequence[Worker], host: str) -> None:
         self.weights, self.workers, self.host = weights, list(workers), host
