@@ -243,7 +243,8 @@ class Backward:
         with tf.control_dependencies(_there(ran)):
             counted = self._ran.assign_add(1).op
             ran_at_s = tf.timestamp() if self._timed else None
-        with tf.control_dependencies([counted]):
+        before = [counted] if ran_at_s is None else [counted, ran_at_s.op]  # else the time could be noted much later
+        with tf.control_dependencies(before):
             return ran, ran_at_s, residuals, fixed, [tf.identity(start) for start in output_gradients]
 
     @property

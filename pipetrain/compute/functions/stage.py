@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.cores import LOCAL_HOST, is_prompt, is_remote
+from pipetrain.compute.cores import LOCAL_HOST, is_processor, is_remote
 from pipetrain.compute.functions.backward import Backward, BackwardAdditions, Results, added
 from pipetrain.compute.functions.kernels import Kernels, calls_python
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction, penalty_gradient
@@ -216,7 +216,7 @@ class Stage:
             self._again = self._bound(twice.again) if twice else self._forward
             self._draws = twice is not None
             # XLA has no clock, and TensorFlow refuses one where operations are to be deterministic.
-            timed = is_prompt(self.device) and not kernels.compiled and not is_deterministic()
+            timed = is_processor(self.device) and not kernels.compiled and not is_deterministic()
             self._backward = Backward(halves, self._bound, self._step, timed, kernels.packing, once)
             like = self._backward.like
             self._groups.missing = [n for n, gradient in enumerate(like) if gradient is None]
