@@ -311,6 +311,7 @@ class TransferStrategy(RunnerStrategy):
             self._run_settings,
             self._compilation.learning_rate,
             self._outer,
+            self._is_stale,
         )
 
     def _runner_for_data(self) -> Any:

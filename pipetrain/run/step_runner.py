@@ -54,6 +54,7 @@ class StepRunner(Stepwise):
         rate: gives the learning rate of a step that begins, None where the optimizers know it.
         outer: brings the weights of workers that update their own together, if they do: after so many steps, and at a
             drain.
+        is_stale: whether workers compute with the weights from before the gradients that have come are applied.
 
     Workers in other processes get their rows of the next minibatch while they compute this one, from when they have
     what their forward waits for: rows that are sent earlier would keep them waiting.
@@ -69,9 +70,10 @@ class StepRunner(Stepwise):
         settings: Callable[[], RunSettings],
         rate: Callable[[], float | None],
         outer: OwnWeights | None = None,
+        is_stale: bool = False,
     ) -> None:
         super().__init__([worker.device for worker in workers], settings, rate)
-        self._weights, self._workers, self._outer = list(weights), list(workers), outer
+        self._weights, self._workers, self._outer, self._is_stale = list(weights), list(workers), outer, is_stale
         self._rows, self.sends_ahead, rows.lost = rows, rows.sends_ahead, self._lost
         self._shares: dict[tuple[str, float], Shares] = {}  # on devices, since the weights were taken from the model
         self.plan, self._steps = plan, steps
@@ -101,14 +103,9 @@ class StepRunner(Stepwise):
     def _gradients_traced(self, targets: Any) -> Sequence[Any]:
         first = self._weights[0]
         masks: Sequence[Any] = first.trace([None] * len(first.segment.inputs), targets)
-        if self._updates_all_late:
+        if self._is_stale:
             self._check_unassigned("stale:1", "the update that is made meanwhile")
         return masks
-
-    @property
-    def _updates_all_late(self) -> bool:
-        """Whether every gradient is applied in the next step."""
-        return bool(self.plan.late.packs) and not self.plan.pushes.packs
 
     def _check_unassigned(self, synchrony: str, what: str) -> None:
         """Raise ValueError for layers that assign to trained weights, by which something would be replaced."""

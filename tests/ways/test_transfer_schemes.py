@@ -104,13 +104,13 @@ def test_rows_of_a_word_are_summed_before_they_are_sent_unless_they_are_squared(
     x, y = np.random.default_rng(0).integers(1, 20, (24, 6)), DATA[1][:24]
     sent, send = [], message.reduced
 
-    def noted(order, made, sinks, like):
+    def noted(order, made, sinks, like, *ring):
         for device, gradients in made:
             with tf.device(device):
                 rows = gradients[0]
                 note = tf.numpy_function(lambda each: sent.append(each) or each, [rows.indices], rows.indices.dtype)
                 gradients[0] = tf.IndexedSlices(rows.values, tf.ensure_shape(note, [None]), rows.dense_shape)
-        return send(order, made, sinks, like)
+        return send(order, made, sinks, like, *ring)
 
     monkeypatch.setattr("pipetrain.compute.transfers.step.reduced", noted)
     single, _ = trained(words(), OPTIMIZERS[name](), (x, y))
