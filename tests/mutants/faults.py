@@ -184,7 +184,7 @@ PLAN = [
     Fault(
         "simplest-way",
         "pipetrain/plan/choice.py",
-        "return min(near, key=lambda way: (not way.is_exact, KINDS.index(way.kind), way.known_s))",
+        "return min(near, key=lambda way: (not way.is_exact, KINDS.index(way.kind), way.losses, way.known_s))",
         "return min(near, key=lambda way: (way.known_s, KINDS.index(way.kind)))",
         "The simplest way is taken where others are hardly faster.",
     ),
