@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from benchmarks import data_parallel, networks
-from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, emulated
+from benchmarks.emulated_hosts import emulated
 from benchmarks.quartiles import quartiles
 from benchmarks.steal import stolen_part, ticks
 from pipetrain.logs import text_table
@@ -153,13 +152,9 @@ def train(options: argparse.Namespace) -> list[tuple[str, ...]]:
 
 def of_hosts(options: argparse.Namespace, arguments: Sequence[str]) -> list[tuple[str, ...]]:
     """The same between emulated hosts, on the first of which the program runs."""
-    with emulated(2) as hosts, TemporaryDirectory() as cache:
+    with emulated(2) as hosts:
         hosts.limit(options.rate)
-        addresses = [f"{address}:{PORT}" for address in hosts.addresses]
-        command = hosts.on(0, sys.executable, __file__, *arguments, "--addresses", *addresses)
-        environment = {**ENVIRONMENT, "XDG_CACHE_HOME": cache}
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment, check=True)
-    return [tuple(row) for row in json.loads(done.stdout.splitlines()[-1])]
+        return [tuple(row) for row in hosts.result_of(__file__, *arguments)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,18 +17,15 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.data_parallel import NETWORKS, made
-from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
+from benchmarks.emulated_hosts import Hosts, emulated
 from benchmarks.steal import stolen_part, ticks
 from pipetrain.logs import text_table
 from pipetrain.schemes.compression import CUTS, NONE
@@ -97,19 +94,7 @@ def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[
     hosts.limit(rate_mbit)
     given = [f"--{name}={getattr(options, name)}" for name in ALIKE]
     given += [f"--{name}={value}" for name in REPEATED for value in getattr(options, name)]
-    addresses = [f"{address}:{PORT}" for address in hosts.addresses]
-    command = hosts.on(0, sys.executable, __file__, *given, "--addresses", *addresses)
-    with (
-        TemporaryDirectory() as cache,  # else the profile would be that of another day
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**ENVIRONMENT, "XDG_CACHE_HOME": cache}
-        ) as program,
-        ExitStack() as ends,
-    ):
-        ends.callback(program.kill)
-        lines = list(program.stdout or ())
-        assert program.wait() == 0
-    found: list[Any] = json.loads(lines[-1])
+    found: list[Any] = hosts.result_of(__file__, *given)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from benchmarks.core_shares import group, joining
 
@@ -45,6 +48,15 @@ class Hosts:
             _run(*self.on(n, "tc", *limited, "rate", f"{rate_mbit}mbit"))
             limited[3] = self._port(n)
             _run("tc", *limited, "rate", f"{rate_mbit}mbit")
+
+    def result_of(self, program: str, *arguments: str) -> Any:
+        """What a program on the first host prints at last, as JSON; it is given the workers' addresses."""
+        addresses = [f"{address}:{PORT}" for address in self.addresses]
+        command = self.on(0, sys.executable, program, *arguments, "--addresses", *addresses)
+        with TemporaryDirectory() as cache:  # else the profile would be that of another day
+            environment = {**ENVIRONMENT, "XDG_CACHE_HOME": cache}
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
 
     def make(self, ends: ExitStack) -> None:
         """Make what there is to be, which ``ends`` removes; workers answer afterwards."""

@@ -691,10 +691,10 @@ def compressing(scheme: AnyScheme, compression: str | Compression | None) -> Any
     is_pipeline = isinstance(scheme, Scheme) or name_of(scheme) in PIPELINES
     if compression_of(compression) is None or not is_pipeline or name_of(scheme) in UNCUT:
         return scheme
-    if isinstance(scheme, PipelineOptions):
-        return scheme if scheme.compression is not None else replace(scheme, compression=compression)
-    if isinstance(scheme, Scheme) and scheme.compression is not None:
+    if isinstance(scheme, PipelineOptions | Scheme) and scheme.compression is not None:
         return scheme
+    if isinstance(scheme, PipelineOptions):
+        return replace(scheme, compression=compression)
     return with_options(scheme, compression=compression)
 
 
