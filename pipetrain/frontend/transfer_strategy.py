@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import OF_WORKER, Arrays, assign, collected
+from pipetrain.checkpoint.state import OF_WORKER, Arrays
 from pipetrain.cluster.bandwidth import message_work
 from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.split import size_bytes, specs
@@ -218,7 +218,7 @@ class TransferStrategy(RunnerStrategy):
         had = {slot.kind for slot in self._stages.slots()}
         super()._prepare(rows, shapes)
         if self._outer is not None and not any(OF_WORKER.search(kind) for kind in had):
-            self._outer.take_slots()
+            self._lost.unless_lost(self._outer.take_slots)
 
     def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
         """Go on from there; workers with a pace of their own go on in their order, too."""
@@ -382,11 +382,11 @@ class TransferStrategy(RunnerStrategy):
     @contextmanager
     def _kept(self) -> Iterator[None]:
         """In the end weights, state and what the optimizer has gathered are as they were, whatever a trial does."""
-        arrays = collected(self.model, self._stages.slots(), self._stages.shared())
+        arrays = self._collected()
         try:
             yield
         finally:
-            assign(self.model, arrays, self._stages.slots(), self._stages.shared())
+            self._assigned(arrays)
 
     def _setting(self, rows: int | None, is_measured: bool = True) -> Setting:
         """The workers as the simulator takes them, for minibatches of so many rows.
