@@ -80,7 +80,7 @@ def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[st
     schemes = schemes_of(names, options)
     for scheme in schemes:
         check(scheme)
-    asked = each_compressing(ahead(schemes, options.horizon), options.compression)
+    asked = each_compressing(ahead(schemes, options.horizon), options.compression, options.replica_compression)
     of_file = Cluster.load(options.cluster) if options.cluster else None
     measured, here = on_this_machine(options)
     cluster = of_file or here

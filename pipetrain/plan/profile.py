@@ -87,6 +87,10 @@ class BlockProfile:
         """What crosses a cut right after this block, each way, compressed so."""
         return crossing_bytes(self.output_bytes, self.floats, compression)
 
+    def summed_bytes(self, compression: Compression) -> int:
+        """A message of its weights' gradients, compressed so, as if they were one matrix."""
+        return compression.sent_bytes(squarish(self.weight_bytes // FLOAT_BYTES)) if self.weight_bytes else 0
+
     @property
     def seconds(self) -> Seconds:
         """Those of TensorFlow's own kernels."""
@@ -311,6 +315,12 @@ def _between(first_s: float, second_s: float, place: float) -> float:
 def _compiled_ms(block: BlockProfile) -> tuple[str, str]:
     seconds = block.compiled
     return (f"{seconds.forward_s * 1e3:.2f}", f"{seconds.backward_s * 1e3:.2f}") if seconds else ("-", "-")
+
+
+def squarish(elements: int) -> tuple[int, int]:
+    """The sides of a matrix of about so many elements."""
+    side = max(1, math.isqrt(elements))
+    return side, max(1, round(elements / side))
 
 
 def crossing_bytes(size_bytes: int, floats: tuple[int, int] | None, compression: Compression | None) -> int:

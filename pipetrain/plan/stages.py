@@ -13,9 +13,9 @@ from pipetrain.logs import counted, text_table
 from pipetrain.pictures.tables import Tabular, table
 from pipetrain.plan.cost import PREDICTING, Costs, Place
 from pipetrain.plan.memory import Holding, Training, demand, demand_of, moments
-from pipetrain.plan.profile import Profile, crossing_bytes, mib
+from pipetrain.plan.profile import Profile, crossing_bytes, mib, squarish
 from pipetrain.plan.search import StageChoice
-from pipetrain.schemes.compression import Compression
+from pipetrain.schemes.compression import FLOAT_BYTES, Compression
 from pipetrain.schemes.dry_run import waiting
 from pipetrain.schemes.schedules import Schedule
 
@@ -64,6 +64,11 @@ class StagePlan:
     def crossing_bytes(self, compression: Compression | None) -> int:
         """What crosses the cut after it, each way, compressed so."""
         return crossing_bytes(self.output_bytes, self.floats, compression)
+
+    def summed_bytes(self, compression: Compression) -> int:
+        """A message of its weights' gradients, compressed so, as if its blocks had one matrix each, all alike."""
+        elements = self.weight_bytes // FLOAT_BYTES // self.blocks
+        return self.blocks * compression.sent_bytes(squarish(elements)) if elements else 0
 
 
 @dataclass(frozen=True)

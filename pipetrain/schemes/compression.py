@@ -179,7 +179,8 @@ class TopK(Compression):
         if self.momentum_correction is True and not (momentum and self.error_feedback):
             raise ValueError(
                 "Momentum correction needs error feedback, and Keras' SGD with a momentum that is not Nesterov's and "
-                "with nothing that clips or accumulates gradients; no embeddings, and a join in every step. Received: "
+                "with nothing that clips or accumulates gradients; no embeddings, and a join in every step; in "
+                "pipelines a synchronous schedule, and no weights that several layers have. Received: "
                 f"compression={self!r}. Try momentum_correction='auto'."
             )
         is_whole = self.sent_bytes((ELEMENTS,)) == ELEMENTS * FLOAT_BYTES

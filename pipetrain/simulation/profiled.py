@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster
-from pipetrain.plan.profile import Profile
+from pipetrain.plan.profile import Profile, squarish
 from pipetrain.schemes.compression import FLOAT_BYTES, Compression, compression_of
 from pipetrain.schemes.synchrony import (
     RING,
@@ -80,12 +80,6 @@ def simulate_order(
     setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers, compression, synchrony, topology)
     plan = auto(setting) if order == AUTO else ORDERS[order](setting.workload, setting.serves)
     return simulate_plan(setting, plan, max(minibatches, setting.join_steps), **options)
-
-
-def squarish(elements: int) -> tuple[int, int]:
-    """The sides of a matrix of about so many elements."""
-    side = max(1, math.isqrt(elements))
-    return side, max(1, round(elements / side))
 
 
 def setting_of(

@@ -20,7 +20,7 @@ import pipetrain
 from pipetrain.cli import main as command_line
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level, Link
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import plan
+from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import BlockProfile, Profile
 from pipetrain.schemes import ScheduleError, dry_run, schedules
 from pipetrain.schemes.actions import Action
@@ -616,6 +616,30 @@ def test_simulate_on_the_command_line(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         command_line.main(["simulate", "--help"])
     assert '"contention": "port"' in capsys.readouterr().out
+
+
+def test_what_replicas_sum_is_compressed():
+    """Each sends its message to all others; in a plan it takes as long, and the memory of what is kept."""
+    size, slow, int8 = 4 * 32 * 1000, joined_by(1e6), OneFOneB(replica_compression="int8")
+    sent = int8.scheme.replica_compression.sent_bytes((size // 4,))
+    profile = chain(2)
+    profile = replace(
+        profile, blocks=tuple(replace(each, weight_bytes=size, output_bytes=4) for each in profile.blocks)
+    )
+    for replicas in ((2, 1), (3, 1)):
+        found = []
+        for way in ("1f1b", int8, OneFOneB(replica_compression="int4")):
+            devices, training = sum(replicas), Training(way, microbatches=2)
+            parts = partition(profile, devices, slow, replicas=replicas, training=training)
+            trace = simulate(parts, way, slow, 4)
+            found.append((parts.stages[0], trace.step_s, [t.size_bytes for t in trace.transfers if t.op == "R"]))
+        (plain, plain_s, _), (coded, coded_s, sizes), (_, least_s, _) = found
+        assert {*sizes} == {(replicas[0] - 1) * coded.summed_bytes(int8.scheme.replica_compression)}
+        assert coded.summed_bytes(int8.scheme.replica_compression) == pytest.approx(sent, rel=0.01)
+        assert least_s < coded_s < plain_s and coded.total_s < plain.total_s
+        assert coded.memory_bytes == plain.memory_bytes + size and coded.sent_bytes < plain.sent_bytes
+    with pytest.raises(ValueError, match="reduction='server'"):
+        simulate(parts, int8, slow, 4, reduction="server")
 
 
 def test_what_crosses_the_cuts_is_compressed():
