@@ -49,7 +49,7 @@ from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.data_parallel import Setting
-from pipetrain.simulation.profiled import message_of, near
+from pipetrain.simulation.profiled import coded, message_of, near
 
 
 def workload_of(
@@ -397,10 +397,12 @@ class TransferStrategy(RunnerStrategy):
             cluster = described(self._devices, within_functions=True)
             message = message_of(cluster, workers, self._serves, self._topology)
             if message != Message():  # else no order hides anything
-                profile = planner.profile(rows or DEFAULT_ROWS, workers)
+                profile = planner.profile(rows or DEFAULT_ROWS, workers, filter(None, [self._compression]))
                 work = Message(*message_work(self._devices, cluster))
                 message = replace(message, overhead_s=message.overhead_s + 2 * work.overhead_s)  # at either end
         workload = workload_of(planner.chain, variables, profile, message, workers)
+        if profile is not None and self._compression is not None:
+            workload = coded(workload, profile, self._compression, workers, self._synchrony)
         sent = input_bytes(self.model, planner.shapes, (rows or DEFAULT_ROWS) // workers)
         return Setting(
             workload,

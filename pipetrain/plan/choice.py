@@ -35,7 +35,7 @@ LOSING = (
     "replica_compression",
     "synchrony",
     "topology",
-)  # options by which a scheme sends less; encoding is not predicted
+)  # options by which a scheme sends less
 BASELINE = "baseline"  # a kind that is predicted to compare with, and never taken
 
 

@@ -14,7 +14,7 @@ from pipetrain.plan.cluster import Cluster, Link
 from pipetrain.plan.memory import Demand
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
 from pipetrain.plan.roofline import PREDICTION_PASSES, UPDATE_PASSES
-from pipetrain.schemes.compression import Compression
+from pipetrain.schemes.compression import FLOAT_BYTES, Compression
 
 Floats = NDArray[np.float64]
 
@@ -170,7 +170,7 @@ class Costs:
         microbatches: of a minibatch.
         jit_compile: whether XLA compiles the stages, or ``"auto"``: those that it makes clearly faster.
         compression: of what crosses the cuts.
-        replica_compression: of the gradients that replicas sum.
+        replica_compression: of the gradients that replicas sum. What either takes is counted where it was measured.
     """
 
     def __init__(
@@ -199,6 +199,9 @@ class Costs:
         self._summed: Floats | None = None
         if replica_compression is not None:
             self._summed = _sums([block.summed_bytes(replica_compression) for block in blocks])
+        self._coding, self._summing = profile.coding(compression), profile.coding(replica_compression)
+        self._feeds = replica_compression is not None and replica_compression.error_feedback
+        self._microbatches = microbatches
         self._of_messages = 0 if replica_compression is None else 1 + replica_compression.error_feedback
         self._kept = _sums([block.activation_bytes for block in blocks])
         self._fixed = _sums([block.fixed_bytes for block in blocks])
@@ -239,15 +242,34 @@ class Costs:
         latency_s = float(self._reduce_s(within, 0.0, None if self._summed is None else 0.0, replicas))
         sums = self._seconds[compiled]
         running = share * sums.compute_s + (1 + PREDICTING * predictions) * sums.update_s
+        running = running + _sums([sum(self.messages_s(block, replicas)) for block in self._chain])
         running = running + (self._reduce_s(within, self._weights, self._summed, replicas) - latency_s)
         # the widest way that rows may have to go; how far the next stage reaches, its own gradients' way says
         gradients = self._transfer(cluster.link(max(device - 1, 0), device + replicas - 1), share)
         activations = self._transfer(cluster.link(device, after), share)
+        if self._coding is not None:  # either end of a cut encodes what it sends, and decodes what comes
+            coding_s = np.array([0.0, *(share * sum(self.coding_s(block)) for block in self._chain[:-1]), 0.0])
+            gradients, activations = gradients + coding_s, activations + coding_s
         beside = None
         if self._sharing:
             repeated_s = self._sharing.repeated_s([each.update_s for each in self._each(compiled)])
             beside = self._summing_s(place) - (1 + PREDICTING * predictions) * repeated_s
         return Affine(running + activations + latency_s + self._overhead_s, running - gradients, beside)
+
+    def coding_s(self, block: BlockProfile) -> tuple[float, float]:
+        """Seconds to encode, and to decode, what crosses a cut right after a block, of a minibatch."""
+        elements = block.crossing_elements
+        if self._coding is None or not elements:
+            return 0.0, 0.0
+        both = self._coding.encoding_s, self._coding.decoding_s
+        encoding_s, decoding_s = (each(elements, self._microbatches) for each in both)
+        return encoding_s, decoding_s
+
+    def messages_s(self, block: BlockProfile, replicas: int) -> tuple[float, float]:
+        """Seconds to make a message of a block's gradients, and of so many replicas' messages their sum."""
+        if self._summing is None or replicas == 1 or not block.weight_bytes:
+            return 0.0, 0.0
+        return self._summing.summing_s(block.weight_bytes / FLOAT_BYTES, replicas, self._feeds)
 
     @staticmethod
     def _reduce_s(link: Link, size_bytes: Any, message_bytes: Any, replicas: int) -> Any:

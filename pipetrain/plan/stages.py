@@ -60,6 +60,8 @@ class StagePlan:
     summing_s: float = 0.0
     late_s: float = 0.0
     floats: tuple[int, int] | None = None
+    coding_s: tuple[float, float] = (0.0, 0.0)
+    messages_s: float = 0.0
 
     def crossing_bytes(self, compression: Compression | None) -> int:
         """What crosses the cut after it, each way, compressed so."""
@@ -69,6 +71,9 @@ class StagePlan:
         """A message of its weights' gradients, compressed so, as if its blocks had one matrix each, all alike."""
         elements = self.weight_bytes // FLOAT_BYTES // self.blocks
         return self.blocks * compression.sent_bytes(squarish(elements)) if elements else 0
+
+
+PAIRS = ("floats", "coding_s")  # fields of a stage that are no single numbers, and in no table
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,7 @@ class Partition(Tabular):
 
     def _columns(self) -> dict[str, Sequence[Any]]:
         each = [{"stage": k, **asdict(stage)} for k, stage in enumerate(self.stages)]
-        return {name: [row[name] for row in each] for name in each[0] if name != "floats"}
+        return {name: [row[name] for row in each] for name in each[0] if name not in PAIRS}
 
 
 def predictions(training: Training, stage: int, stages: int) -> int:
@@ -279,6 +284,8 @@ def described(
                 summing_s=costs.summing_s(place, first, end),
                 late_s=costs.late_s(first, end, place.compiled),
                 floats=part[-1].floats,
+                coding_s=costs.coding_s(part[-1]) if end < len(profile.blocks) else (0.0, 0.0),
+                messages_s=sum(sum(costs.messages_s(block, place.replicas)) for block in part),
             )
         )
     processors = costs.cluster.processors

@@ -754,6 +754,12 @@ def each_compressing(
     return [compressing(each, compression=compression, replica_compression=replica_compression) for each in schemes]
 
 
+def compressions_of(scheme: AnyScheme) -> list[Compression]:
+    """All that it, or ``auto`` if that may choose it, compresses by."""
+    found = [compression_of(getattr(scheme, name, None)) for name in OF_PIPELINES]
+    return [each for each in found if each is not None]
+
+
 def uncompressed(scheme: AnyScheme) -> AnyScheme:
     """The scheme, of which, if it is a pipeline, all arrives as it is sent."""
     if isinstance(scheme, PipelineOptions):
