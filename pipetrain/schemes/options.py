@@ -110,7 +110,7 @@ class SchemeOptions:
 
 def check_replica_compression(given: Any, scheme: str) -> None:
     """Raise ValueError, TypeError for no compression, and for a scheme without replicas; None is the default."""
-    if compression_of(given) is not None and scheme not in owners("replica_compression"):
+    if compression_of(given, "replica_compression") is not None and scheme not in owners("replica_compression"):
         raise ValueError(
             "Only pipelines of one stage a device have replicas, which sum gradients. Received: "
             f"replica_compression={given!r}, scheme={scheme!r}. Try leaving it out, or scheme='1f1b'."
@@ -171,7 +171,7 @@ class ReplicatedOptions(PipelineOptions):
 
     def _check(self) -> None:
         super()._check()
-        compression_of(self.replica_compression)
+        compression_of(self.replica_compression, "replica_compression")
 
     @property
     def scheme(self) -> Scheme:

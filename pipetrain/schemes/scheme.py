@@ -112,7 +112,7 @@ class Scheme(NamedTuple):
                 f"policy={self.policy!r}, scheme={self.name!r}. Try one like policies.VanillaPolicy()."
             )
         check_crossing(self.compression, self.name)
-        compression_of(self.replica_compression)
+        compression_of(self.replica_compression, "replica_compression")
         if self.replica_compression is not None and self.schedule.chunks > 1:
             raise ValueError(
                 "A schedule of several stages a device has no replicas. Received: "
