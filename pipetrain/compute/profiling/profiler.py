@@ -119,12 +119,12 @@ def profile_chain(
     budget = Budget(budget_s)
     rows = rows_measured(chain, batch_size, microbatches)
     within = "" if budget.seconds == math.inf else f", {budget.seconds:g} s at most"
-    steps = (3 if with_xla else 2) * len(chain.blocks) * verbose
+    steps = ((4 if with_xla else 3) * len(chain.blocks) + 1) * verbose  # the last one for the loss
     progress = Progress(f"Profiling the model's layers{within}", steps)
     with tf.device(device):
         kinds = Kinds(chain, rows, shapes)
         _trace(kinds, budget, progress)
-        _weigh(kinds, rows, device, budget)
+        _weigh(kinds, rows, device, budget, progress)
         blocks = block_bytes(chain, kinds, rows, batch_size)
         is_whole = _is_whole(kinds, budget)
         blocks, spread = timed(kinds, blocks, device, is_whole, budget)
@@ -132,9 +132,10 @@ def profile_chain(
         if with_xla and sum(block.seconds.total_s for block in blocks) >= LITTLE_S:
             blocks, compiled_spread = with_compiled(kinds, blocks, device, is_whole, budget, progress)
             spread = max(spread, compiled_spread)
-        progress.end()  # if XLA was not worth trying, or failed
         outputs = [kinds.like[value] for value in chain.crossing(len(blocks))]
         beside = time_loss(outputs, device, others(device), partial(budget.has, 1.0))
+        progress.add(1)
+        progress.end()  # steps are left if time was short, or XLA not worth trying, or failed
     measured = Profile(
         chain.model.name,
         int(rows),
@@ -169,11 +170,12 @@ def _trace(kinds: Kinds, budget: Budget, progress: Progress) -> None:
         progress.add(len(kind.blocks))
 
 
-def _weigh(kinds: Kinds, rows: int, device: str, budget: Budget) -> None:
+def _weigh(kinds: Kinds, rows: int, device: str, budget: Budget, progress: Progress) -> None:
     """Measure the temporary memory of as many kinds as there is time for."""
     for kind in kinds.largest_first:
         if kind.traced and budget.has(WEIGHING):
             kind.weigh(rows, device)
+            progress.add(len(kind.blocks))
 
 
 def _is_whole(kinds: Kinds, budget: Budget) -> bool:
