@@ -30,6 +30,7 @@ from pipetrain.schemes.synchrony import (
 from pipetrain.schemes.table import (
     AUTO,
     CODED,
+    EVERY_NAME,
     GRID,
     HORIZONS,
     PIPELINES,
@@ -110,7 +111,8 @@ class SchemeOptions:
 
 def check_replica_compression(given: Any, scheme: str) -> None:
     """Raise ValueError, TypeError for no compression, and for a scheme without replicas; None is the default."""
-    if compression_of(given, "replica_compression") is not None and scheme not in owners("replica_compression"):
+    lacks = scheme in EVERY_NAME and scheme not in owners("replica_compression")
+    if compression_of(given, "replica_compression") is not None and lacks:
         raise ValueError(
             "Only pipelines of one stage a device have replicas, which sum gradients. Received: "
             f"replica_compression={given!r}, scheme={scheme!r}. Try leaving it out, or scheme='1f1b'."
@@ -755,7 +757,7 @@ def each_compressing(
 
 
 def compressions_of(scheme: AnyScheme) -> list[Compression]:
-    """All that it, or ``auto`` if that may choose it, compresses by."""
+    """All that it compresses by."""
     found = [compression_of(getattr(scheme, name, None)) for name in OF_PIPELINES]
     return [each for each in found if each is not None]
 

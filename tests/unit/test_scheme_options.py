@@ -15,6 +15,7 @@ from pipetrain.schemes.options import (
     OPTIONS,
     AsynchronousOptions,
     check_owned,
+    compressing,
     flat,
     name_of,
     options_of,
@@ -153,3 +154,11 @@ def test_no_compression_is_one_value():
     assert pipetrain.AllReduce(compression="none") == pipetrain.AllReduce()
     assert pipetrain.AllReduce(compression="none", topology="ring").compression is None
     assert with_options("1f1b", compression="none") == "1f1b" and with_options("single", compression="none") == "single"
+
+
+def test_sums_of_a_scheme_of_ones_own_are_compressed():
+    own = with_options(scheme("1f1b")._replace(name="own"), replica_compression="int8")
+    assert own.compresses and own.compression is None and str(own.replica_compression) == "int8"
+    assert compressing(own, compression="int4").compression is not None
+    with pytest.raises(ValueError, match=r"no replicas.*replica_compression=Int8"):
+        own._replace(schedule=scheme("interleaved").schedule).check()
