@@ -366,8 +366,9 @@ def training_stages(
     if scheme.replica_compression is not None:
         weights = chain.model.trainable_variables
         apart = embeddings(chain.model, weights)
-        for stages in (each for each in built if len(each) > 1):
-            sums = ReplicaSums(scheme.replica_compression, stages, weights, apart, summed)
+        for k, stages in ((k, each) for k, each in enumerate(built) if len(each) > 1):
+            later = {id(weight) for each in groups if k in each.holders[1:] for weight in each.weights}
+            sums = ReplicaSums(scheme.replica_compression, stages, weights, apart, summed, k, later)
             for number, stage in enumerate(stages):
                 stage.sums, stage.worker_slots = sums, sums.slots_of(number)
     return _shown(built, is_shown)

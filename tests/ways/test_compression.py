@@ -612,3 +612,15 @@ def test_sums_that_cannot_be_compressed_are_refused():
     with pytest.raises(ValueError, match="Momentum correction needs"):
         corrected = TopK(momentum_correction=True)
         networks.pipeline(scheme="spectrain", replica_compression=corrected, replicas=(2, 1, 1))
+
+
+@pytest.mark.wide
+def test_what_stages_keep_of_weights_that_they_share_is_each_ones_own():
+    pm = networks.in_way(
+        networks.tied_autoencoder(), scheme="1f1b", replica_compression="int4", replicas=(2, 1, 2), cuts=("d0", "d3")
+    )
+    pm.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
+    x, _ = networks.data(ROWS)
+    networks.fit(pm, x, x)
+    kept = [(id(each.weight), each.kind) for each in inside.strategy(pm)._stages.slots() if "residual" in each.kind]
+    assert len({*kept}) == len(kept) and any("of_stage_2" in kind for _, kind in kept)

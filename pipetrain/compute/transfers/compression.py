@@ -480,6 +480,8 @@ class ReplicaSums:
         weights: the model's trained variables, on whose order random numbers depend.
         apart: the numbers of embeddings among them, of which nothing is kept.
         momentum: see ``Compressor``.
+        number: the stage's.
+        later: the identities of those of its weights that an earlier stage has, too.
     """
 
     def __init__(
@@ -489,7 +491,10 @@ class ReplicaSums:
         weights: Sequence[keras.Variable],
         apart: Collection[int],
         momentum: float,
+        number: int = 0,
+        later: Collection[int] = (),
     ) -> None:
+        self._later, self._kind = later, f"_of_stage_{number}_of_worker_"
         places = {id(each): n for n, each in enumerate(weights)}
         self._stages, mine = list(stages), stages[0].segment.trainable_variables
         self._number = [places[id(each)] for each in mine]
@@ -501,8 +506,11 @@ class ReplicaSums:
         self._add: dict[tuple[int, int], Callable[..., list[tf.Tensor]]] = {}
 
     def slots_of(self, replica: int) -> list[Slot]:
-        """What a replica keeps from step to step."""
-        return self._compressor.slots_of(replica)
+        """What a replica keeps from step to step; of a weight that an earlier stage has, too, in other slots."""
+        return [
+            slot._replace(kind=slot.kind.replace("_of_worker_", self._kind)) if id(slot.weight) in self._later else slot
+            for slot in self._compressor.slots_of(replica)
+        ]
 
     @cached_property
     def numbers(self) -> list[int]:
