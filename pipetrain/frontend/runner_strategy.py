@@ -10,7 +10,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import Arrays, RunState, assign, assign_scale, collected, leave_out, scale_arrays
+from pipetrain.checkpoint.state import (
+    OF_WORKER,
+    Arrays,
+    RunState,
+    assign,
+    assign_scale,
+    collected,
+    leave_out,
+    scale_arrays,
+)
 from pipetrain.compute.functions.kernels import gc_paused
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.inputs import Shapes, beside
@@ -369,14 +378,16 @@ class RunnerStrategy:
         kinds = (tf.DeviceSpec.from_string(each).device_type or "" for each in layout.devices)
         recompute = self.planner.training.recompute
         cut = layout.ends or (), layout.replicas, layout.compiled or (), tuple(kinds)
-        compression = None if scheme.compression is None else str(scheme.compression)
-        return FlightConditions(scheme.name, *cut, self.microbatches, recompute, compression)
+        crossing, summed = (each and str(each) for each in (scheme.compression, scheme.replica_compression))
+        return FlightConditions(scheme.name, *cut, self.microbatches, recompute, crossing or None, summed or None)
 
     def _kinds_beside(self) -> list[str]:
         """What training needs to go on that no slot of the compiled optimizer holds."""
         stages = self.planner.layout.stages
         rules = {self._scheme.rule(stage, stages, self.microbatches) for stage in range(stages)}
-        return sorted({kind for rule in rules for kind in kinds_beside(self._compilation.steps, rule)})
+        replicas = (replica for stage in self._stages.replicas for replica in stage)
+        kept = {OF_WORKER.sub("", slot.kind) for replica in replicas for slot in replica.worker_slots}
+        return sorted({kind for rule in rules for kind in kinds_beside(self._compilation.steps, rule)} | kept)
 
     def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
         """Go on from there; gives what was not there."""
