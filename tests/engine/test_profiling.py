@@ -351,7 +351,7 @@ def test_a_progress_bar_ends_where_xla_is_not_tried(monkeypatch, capsys):
     monkeypatch.setattr(profiler, "LITTLE_S", float("inf"))
     chain = Chain(networks.mlp())
     profiler.profile_chain(chain, 4, ((networks.FEATURES,),), "/device:CPU:0", verbose=True, with_xla=True)
-    steps = 3 * len(chain.blocks)
+    steps = 4 * len(chain.blocks) + 1
     said = capsys.readouterr().out
     assert f"{steps}/{steps}" in said
     assert said.endswith("\n")

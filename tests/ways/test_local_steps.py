@@ -86,6 +86,7 @@ def test_rows_of_embeddings_are_updated_by_each_worker():
 
 
 @pytest.mark.parametrize("compression", [None, pytest.param("int4", marks=pytest.mark.wide)])
+@pytest.mark.wide
 def test_a_run_that_is_stopped_goes_on_bitwise(compression, tmp_path):
     synchrony = LocalSGD(steps=2, rate=0.7, momentum=0.9)
     way = {"scheme": "all-reduce", "devices": DEVICES, "order": "none", "synchrony": synchrony}
@@ -104,6 +105,7 @@ def test_a_run_that_is_stopped_goes_on_bitwise(compression, tmp_path):
         pytest.param(lambda: keras.optimizers.Adam(0.01), marks=pytest.mark.wide),
     ],
 )
+@pytest.mark.wide
 def test_checkpoints_at_joins_change_nothing(make, tmp_path):
     """Each worker's optimizer keeps what it has gathered through a drain, and through a resume."""
     way = {"scheme": "all-reduce", "devices": DEVICES, "order": "none", "synchrony": "local:2"}

@@ -173,6 +173,7 @@ def test_explain_says_the_same_of_every_way_whatever_is_set():
             assert rows[label] == figures, (scheme, label)
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_in_the_layout_that_is_given_or_says_that_it_cannot(tmp_path):
     def fitted(folder, epochs, **layout):
         pm = pipetrain.PipelineModel(networks.mlp(), devices=ON[:2], **layout)
