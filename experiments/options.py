@@ -107,7 +107,7 @@ def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "run
         "--learning-rate",
         type=rate,
         metavar="X",
-        help=f"(default: {optimizers.ADAPTIVE_RATE} for {', '.join(optimizers.ADAPTIVE)}; else the paper's: {rates})",
+        help=f"(default: {optimizers.ADAPTIVE_RATE} for {', '.join(optimizers.ADAPTIVE_NAMES)}; else the paper's: {rates})",
     )
     add("--momentum", type=float, default=0.9, metavar="X", help="of momentum and nesterov (default: 0.9)")
     add_size(parser)
@@ -187,4 +187,4 @@ def learning_rate(options: argparse.Namespace, model: str) -> float:
     """The one that is given; otherwise the optimizer's own, or the network's for SGD."""
     if options.learning_rate is not None:
         return options.learning_rate
-    return optimizers.ADAPTIVE_RATE if options.optimizer in optimizers.ADAPTIVE else NETWORKS[model].learning_rate
+    return optimizers.ADAPTIVE_RATE if options.optimizer in optimizers.ADAPTIVE_NAMES else NETWORKS[model].learning_rate
