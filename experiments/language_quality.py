@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from experiments import datasets, optimizers, resuming, results  # noqa: E402
+from experiments import datasets, optimizers, results, resuming  # noqa: E402
 from experiments.intervals import shown  # noqa: E402
 from experiments.networks import NETWORKS  # noqa: E402
 from experiments.options import owned, rate  # noqa: E402

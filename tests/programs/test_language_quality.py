@@ -30,7 +30,7 @@ def orthogonal(x):
     [((8, 2, 4), (8, 8)), ((2, 4, 8), (8, 8)), ((8, 1, 8), (8, 8)), ((1, 8, 8), (8, 8)), ((6, 2, 4), (6, 8))],
 )
 def test_muon_joins_the_heads_of_attentions(shape, matrix):
-    """Two updates, by numbers: ``m <- 0.95*m + g``, and a step of ``0.2 * sqrt(longer side) * orthogonal(g + 0.95*m)``."""
+    """Two updates: ``m <- 0.95*m + g``, and a step of ``0.2 * sqrt(longer side) * orthogonal(g + 0.95*m)``."""
     rng = np.random.default_rng(0)
     start, *gradients = (rng.normal(size=shape).astype("float32") for _ in range(3))
     variable = keras.Variable(start)
