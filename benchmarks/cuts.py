@@ -119,7 +119,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512, metavar="N", help="of a minibatch (default: 512)")
     parser.add_argument("--microbatches", type=int, default=4, metavar="N", help="of schemes that split (default: 4)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--steps", type=int, default=16, metavar="N", help="of a turn (default: 16)")
+    parser.add_argument(
+        "--steps", type=int, default=16, metavar="N", help=f"of a turn, {2 * EDGE + 2} at least (default: 16)"
+    )
     parser.add_argument("--scheme", action="append", metavar="NAME", help="(default: 1f1b and spectrain)")
     names = ", ".join((NONE, *(each.name for each in CUTS)))
     parser.add_argument("--compression", action="append", metavar="NAME", help=f"(default: {names})")
@@ -128,7 +130,10 @@ def main() -> None:
     options.scheme = options.scheme or ["1f1b", "spectrain"]
     options.compression = options.compression or [NONE, *(each.name for each in CUTS)]
     if options.steps < 2 * EDGE + 2:
-        parser.error(f"{EDGE} steps at either end of a turn are not counted: --steps must be {2 * EDGE + 2} at least")
+        parser.error(
+            f"{EDGE} steps at either end of a turn are not counted. Received: --steps {options.steps}. "
+            f"Try --steps {2 * EDGE + 2}."
+        )
     if options.addresses:
         train(options)
         return

@@ -3,8 +3,9 @@
 A stack of equal dense layers on four workers of this machine, each a process with one CPU device. Measured is the peak
 of each worker's counting allocator (TF_CPU_ALLOCATOR_USE_BFC=1); of the worker that holds most it is compared with the
 plan. Ways that train in one process, single and data-parallel, are measured there, above the model's own weights: all
-devices together, which share the sum of the gradients. Kernels are TensorFlow's, whose memory profiles know. A way
-takes about 20 seconds.
+devices together, which share the sum of the gradients. Kernels are TensorFlow's, whose memory profiles know. Orders of
+transfers are measured one by one: trials of several, by which the default is found, would leave the allocator chunks
+that are larger than what is put into them later. A way takes about 20 seconds.
 
 examples:
   python benchmarks/memory_of_ways.py
@@ -31,13 +32,14 @@ from pipetrain.cli.quiet import start_tensorflow
 from pipetrain.logs import text_table
 from pipetrain.plan.profile import mib
 from pipetrain.schemes.grid import Grid
-from pipetrain.schemes.options import CodedReduce, ParameterServer, SpecTrain, name_of
-from pipetrain.schemes.table import COPIED, DATA_PARALLEL, EVERY_NAME, SERVING
+from pipetrain.schemes.options import AllReduce, CodedReduce, ParameterServer, SpecTrain, name_of
+from pipetrain.schemes.table import COPIED, DATA_PARALLEL, EVERY_NAME, SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import orders
 
 DEVICES, STEPS = 4, 32
 MOMENTUM_ONLY = ("spike-compensation",)
-WAYS: dict[str, Any] = {name: name for name in EVERY_NAME if name not in ("grid", "coded-reduce")}
+WAYS: dict[str, Any] = {name: name for name in EVERY_NAME if name not in ("grid", "coded-reduce", *TRANSFERRING)}
+WAYS |= {f"all-reduce/{order}": AllReduce(order=order) for order in orders(serves=False)}
 WAYS |= {f"{SERVING}/{order}": ParameterServer(order=order) for order in orders(serves=True)}
 WAYS |= {
     "grid 4x1": Grid(DEVICES, 1),
@@ -83,9 +85,6 @@ def measure(way: str, network: Network, optimizer: str) -> Peaks:
         pipe, minibatches = _pipe(scheme, network, optimizer, devices)
         planned = planned_bytes(pipe, scheme, network.rows)
         pipe.fit(minibatches, verbose=0)  # traces, which takes memory too
-        if name_of(scheme) == SERVING:  # of the order that was taken
-            taken = next(each for each in orders(serves=True) if pipe._strategy.plan.name.startswith(each[:5]))
-            planned = planned_bytes(pipe, ParameterServer(order=taken), network.rows)
         gc.collect()
         peaks()
         pipe.fit(minibatches, verbose=0)

@@ -9,14 +9,22 @@ from typing import Any
 from experiments.variants import Variant
 from pipetrain.logs import counted
 from pipetrain.schemes.coded_reduce import checked_tree
-from pipetrain.schemes.options import DEFAULT_POLICY, AnyScheme, owners, splits, with_horizon, with_options
+from pipetrain.schemes.options import (
+    DEFAULT_POLICY,
+    OF_PIPELINES,
+    AnyScheme,
+    owners,
+    splits,
+    with_horizon,
+    with_options,
+)
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import AUTO, CODED, HORIZONS, PIPELINES, UNCUT, has, takes
 from pipetrain.schemes.text_form import chosen
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
 # Options of some schemes that are no policies
-OWN = ("grid", "order", "compression", "synchrony", "topology", "servers")
+OWN = ("grid", "order", *OF_PIPELINES, "synchrony", "topology", "servers")
 OF_TREE = {"children": "children", "depth": "tree_depth", "stragglers": "stragglers"}  # as settings call these
 
 
@@ -45,6 +53,7 @@ class Settings:
     grid: Sequence[int] | None = None
     order: str | None = None
     compression: str | None = None
+    replica_compression: str | None = None
     synchrony: str | None = None
     topology: str | None = None
     servers: int | None = None

@@ -66,7 +66,7 @@ from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.cluster.supervision import LOST  # noqa: E402
 from pipetrain.logs import counted, text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
-from pipetrain.schemes.options import DEFAULT_POLICY, check_owned  # noqa: E402
+from pipetrain.schemes.options import DEFAULT_POLICY, OF_PIPELINES, check_owned  # noqa: E402
 from pipetrain.schemes.scheme import Scheme  # noqa: E402
 from pipetrain.schemes.text_form import chosen, in_full  # noqa: E402
 
@@ -199,7 +199,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="show how the model is cut, and why")
     flags = add_scheme_options(
         parser,
-        (*DEFAULT_POLICY, "order", "compression", "synchrony", "topology", "servers", *OF_TREE, "grid"),
+        (*DEFAULT_POLICY, "order", *OF_PIPELINES, "synchrony", "topology", "servers", *OF_TREE, "grid"),
         flags={"depth": "--tree-depth"},  # --depth is the network's
         defaults={name: getattr(Settings, own) for name, own in OF_TREE.items()},
     )

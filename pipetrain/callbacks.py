@@ -31,7 +31,7 @@ from pipetrain.schemes.arguments import checked_count
 _logger = logging.getLogger(__name__)
 AUTO, STEPS = "auto", 100
 MEMORY = "memory"
-SLOWED = 2.5  # seconds by which a second's writing slows training that keeps all cores busy (benchmarks/checkpoints.py)
+SLOWED = 5.0  # seconds by which a second of writing slows training that uses all cores (benchmarks/checkpoints.py)
 LEFT_OUT = " What was in flight is left out: minibatches go on after the last one that callbacks had seen."
 
 

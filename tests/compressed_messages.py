@@ -2,7 +2,8 @@
 
 ``python compressed_messages.py OPTION NAMES ADDRESS ...``, the names in one argument, with commas between: of
 all-reduce's ``compression`` or ``topology``; or of ``compression`` also ``SCHEME/NAME``, what crosses the cut of a
-pipeline, of which both stages count.
+pipeline, of which both stages count. Or of ``replica_compression``, what three devices of a pipeline send, two of
+which have most of its weights.
 """
 
 from __future__ import annotations
@@ -72,7 +73,6 @@ def of_copies(option, name, devices):
 
 
 def of_cuts(scheme, compression, devices):
-    """By how much more is sent for more minibatches, both numbers of which were trained on before."""
     import pipetrain
     from pipetrain.schemes.compression import compression_of
     from pipetrain.schemes.options import with_options
@@ -80,13 +80,27 @@ def of_cuts(scheme, compression, devices):
     pm = pipetrain.PipelineModel(
         network(), scheme=with_options(scheme, compression=compression), devices=devices, cuts=("d1",)
     )
+    planned = 2 * pm.partition(CROSSING_ROWS).stages[0].crossing_bytes(compression_of(compression))
+    return {"planned": planned, "sent": [more_sent(pm, CROSSING_ROWS, devices)]}
+
+
+def of_replicas(compression, devices):
+    import pipetrain
+    from pipetrain.schemes.options import with_options
+
+    way = with_options("1f1b", replica_compression=compression)
+    pm = pipetrain.PipelineModel(network(), scheme=way, devices=devices, cuts=("d3",), replicas=(2, 1), microbatches=1)
+    return {"planned": pm.partition(ROWS).sent_bytes, "sent": [more_sent(pm, ROWS, devices)]}
+
+
+def more_sent(pm, rows, devices):
+    """The bytes of a step: how much more is sent in more steps, both numbers of which were trained on before."""
     sent = []
     for steps in (FEW, MANY, FEW, MANY):
         before = sent_by(devices)
-        trained(pm, CROSSING_ROWS, steps)
+        trained(pm, rows, steps)
         sent.append(sent_by(devices) - before)
-    planned = 2 * pm.partition(CROSSING_ROWS).stages[0].crossing_bytes(compression_of(compression))
-    return {"planned": planned, "sent": [(sent[3] - sent[2]) / (MANY - FEW)]}
+    return (sent[3] - sent[2]) / (MANY - FEW)
 
 
 def main(option, names, *addresses):
@@ -95,7 +109,10 @@ def main(option, names, *addresses):
     devices, found = pipetrain.connect(addresses), {}
     for each in names.split(","):
         scheme, _, name = each.rpartition("/")
-        found[each] = of_cuts(scheme, name, devices) if scheme else of_copies(option, name, devices)
+        if option == "replica_compression":
+            found[each] = of_replicas(name, devices)
+        else:
+            found[each] = of_cuts(scheme, name, devices) if scheme else of_copies(option, name, devices)
     print(json.dumps(found), flush=True)
 
 

@@ -1,7 +1,8 @@
 """A process that loses one of its two workers: ``worker_loss.py SIGNAL [METHOD [SCHEME [IDLE_S]]]``.
 
-The second worker is sent SIGNAL in the midst of ``fit`` or ``evaluate``, or before any other METHOD; then the program
-does nothing for so many seconds.
+The second worker is sent SIGNAL in the midst of ``fit`` or ``evaluate``, or before any other METHOD; for ``trial`` it
+is the first one, before the first of several orders of transfers is tried. Then the program does nothing for so many
+seconds.
 
 Prints, as JSON, what that raised, after how many seconds and refusals to answer, and what is left.
 """
@@ -28,6 +29,7 @@ import numpy as np  # noqa: E402
 import pipetrain  # noqa: E402
 from pipetrain.cluster import health, sockets  # noqa: E402
 from pipetrain.cluster.health import WorkerLost  # noqa: E402
+from pipetrain.frontend import transfer_strategy  # noqa: E402
 
 
 def refusals() -> list[str]:
@@ -63,7 +65,7 @@ def main(number: int, method: str = "fit", scheme: str = "vanilla", idle_s: str 
             nonlocal sent_s
             if drained and step == 10:
                 sent_s = time.monotonic()
-                os.kill(workers.processes[1].pid, number)
+                os.kill(workers.processes[method != "trial"].pid, number)
                 time.sleep(float(idle_s))
 
         hurt = keras.callbacks.LambdaCallback(
@@ -72,6 +74,10 @@ def main(number: int, method: str = "fit", scheme: str = "vanilla", idle_s: str 
             on_test_batch_end=send,
         )
         x, y = networks.data(320)
+        if method == "trial":
+            drained = pm.get_weights()
+            whole_s = transfer_strategy.minibatch_s
+            transfer_strategy.minibatch_s = lambda *given: (send(10, None), whole_s(*given))[1]
         others = {"explain": lambda: pm.explain(16), "train_on_batch": lambda: pm.train_on_batch(x, y)}
         try:
             if method in others:

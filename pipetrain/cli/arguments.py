@@ -18,6 +18,7 @@ from pipetrain.schemes.options import (
     OPTIONS,
     AsynchronousOptions,
     PipelineOptions,
+    ReplicatedOptions,
     allowed,
     described,
     owners,
@@ -182,6 +183,7 @@ SCHEMES: dict[str, type[Any]] = {**OPTIONS, GRID: _OfGrid}
 KINDS = {  # where the field's type does not say it
     "allow": text_for(allowed),
     "compression": text_for(compression_of),
+    "replica_compression": text_for(compression_of),
     "grid": count,
     "horizon": horizon,
     "stretch_momentum": auto_or_bool,
@@ -232,6 +234,8 @@ def _title(names: Sequence[str]) -> tuple[str, str | None]:
     others = [name for name in asynchronous if name not in names]
     if {*names} <= {*asynchronous} and len(others) < len(names):
         return f"options of asynchronous schemes{' but ' if others else ''}{_listed(others)}", ", ".join(names)
+    if {*names} == {name for name, scheme in OPTIONS.items() if issubclass(scheme, ReplicatedOptions)}:
+        return "options of pipelines of one stage a device", ", ".join(names)
     pipelines = {name for name, scheme in OPTIONS.items() if issubclass(scheme, PipelineOptions)}
     if pipelines <= {*names}:
         others = [name for name in names if name not in pipelines]
@@ -260,7 +264,7 @@ def _arguments(name: str) -> dict[str, Any]:
     hint = get_type_hints(SCHEMES[schemes[0]])[name]
     if hint is bool:
         return {"action": "store_true"}
-    metavars = [each.metadata["metavar"] for each in found if "metavar" in each.metadata]
+    metavars = [*dict.fromkeys(each.metadata["metavar"] for each in found if "metavar" in each.metadata)]
     given = {"metavar": metavars[0] if len(metavars) == 1 else "|".join(metavars)} if metavars else {}
     given |= {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
     if name in KINDS:

@@ -25,9 +25,18 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes import table
-from pipetrain.schemes.options import AnyScheme, each_compressing, name_of, scheduled, with_horizon
+from pipetrain.schemes.options import (
+    OF_PIPELINES,
+    AnyScheme,
+    allowed,
+    each_compressing,
+    name_of,
+    scheduled,
+    with_horizon,
+)
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.text_form import microbatches_of, stages_of
+from pipetrain.simulation.every_way import CROSSING, SENT
 
 
 class PlanningInputs(NamedTuple):
@@ -80,7 +89,7 @@ def given(options: argparse.Namespace, names: Sequence[str], check: Callable[[st
     schemes = schemes_of(names, options)
     for scheme in schemes:
         check(scheme)
-    asked = each_compressing(ahead(schemes, options.horizon), options.compression)
+    asked = each_compressing(ahead(schemes, options.horizon), options.compression, options.replica_compression)
     of_file = Cluster.load(options.cluster) if options.cluster else None
     measured, here = on_this_machine(options)
     cluster = of_file or here
@@ -109,8 +118,12 @@ def on_this_machine(options: argparse.Namespace) -> tuple[Callable[[int], Profil
     model = keras.saving.load_model(options.model, compile=False)
     shapes = input_shapes(options.input_shape)
 
+    sent = {getattr(options, name) for name in OF_PIPELINES} - {None}
+    sent |= {*SENT, CROSSING} if "compression" in allowed(getattr(options, "allow", None) or ()) else set()
+
     def measured(pieces: int) -> Profile:
-        return profile(model, options.batch_size, device, sys.stdout.isatty(), shapes, pieces, options.budget)
+        given = options.batch_size, device, sys.stdout.isatty(), shapes, pieces, options.budget
+        return profile(model, *given, sorted(sent))
 
     return measured, described([device])
 

@@ -12,7 +12,7 @@ from pipetrain.plan.balance import Balance
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile
 from pipetrain.schemes import table
-from pipetrain.schemes.options import STALENESS, check_owned
+from pipetrain.schemes.options import OF_PIPELINES, STALENESS, check_owned
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.simulation.every_way import Chooser
 
@@ -107,7 +107,7 @@ def add(commands: Any) -> None:
     about = "; decides on the memory, and what is compared (default: spectrain)"
     add_scheme(command, [*table.PIPELINES, table.AUTO], about, default="spectrain")
     add_balance(command)
-    options = ("horizon", "chunks", "compression", "staleness", "allow")
+    options = ("horizon", "chunks", *OF_PIPELINES, "staleness", "allow")
     add_scheme_options(command, options, defaults={"staleness": STALENESS[0]})
     command.set_defaults(run=run)
 
@@ -115,7 +115,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
     asked = {"staleness": None if options.staleness == STALENESS[0] else options.staleness, "allow": options.allow}
-    check_owned(asked | {"compression": options.compression}, *schemes_of([options.scheme], options))
+    asked |= {name: getattr(options, name) for name in OF_PIPELINES}
+    check_owned(asked, *schemes_of([options.scheme], options))
     profile, cluster, training, of_microbatches, _ = given(options, [options.scheme], _check_planned)
     if options.balance:
         print(balance(options, profile, cluster))

@@ -10,7 +10,7 @@ from pipetrain.cli.arguments import Folded, add_scheme, add_scheme_options, coun
 from pipetrain.cli.given import add_common, given, schemes_of
 from pipetrain.schemes import table
 from pipetrain.schemes.coded_reduce import Tree
-from pipetrain.schemes.options import TREE, CodedReduce, check_owned
+from pipetrain.schemes.options import OF_PIPELINES, TREE, CodedReduce, check_owned
 from pipetrain.schemes.transfers.orders import AUTO
 from pipetrain.simulation.build import REDUCTIONS
 from pipetrain.simulation.comparison import Comparison, compare
@@ -78,7 +78,7 @@ def add(commands: Any) -> None:
     command.add_argument("--output", type=Path, metavar="FILE", help="write the trace, or one for each scheme")
     add_scheme_options(
         command,
-        ("horizon", "chunks", "order", "compression", "synchrony", "topology", "servers", *TREE, "grid"),
+        ("horizon", "chunks", "order", *OF_PIPELINES, "synchrony", "topology", "servers", *TREE, "grid"),
         by_default={"children": "all devices, of which the root is none, as children of it"},
     )
     command.set_defaults(run=run)
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
     check_owned(
         {
             name: getattr(options, name)
-            for name in ("order", "compression", "synchrony", "topology", "servers", "grid", *TREE)
+            for name in ("order", *OF_PIPELINES, "synchrony", "topology", "servers", "grid", *TREE)
         },
         *named,
     )
@@ -124,6 +124,7 @@ def run(options: argparse.Namespace) -> None:
         grid=options.grid,
         servers=options.servers,
         compression=options.compression,
+        replica_compression=options.replica_compression,
         synchrony=options.synchrony,
         topology=options.topology,
         minibatches=options.minibatches,

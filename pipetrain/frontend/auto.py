@@ -34,7 +34,7 @@ from pipetrain.run.window import TrialClock
 from pipetrain.schemes.options import AnyScheme, built, flat, keywords, name_of, with_options
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.table import COPIED, UNCUT
-from pipetrain.simulation.every_way import PipelineLayout, choose
+from pipetrain.simulation.every_way import CROSSING, SENT, PipelineLayout, choose
 
 MOST = 10**6  # minibatches, of which the clock needs fewer
 TINY = 1e-20  # of the learning rate; some optimizers divide by it
@@ -197,8 +197,9 @@ class AutoStrategy(PipelineStrategy):
             layout = PipelineLayout(planner.layout.replicas, planner.layout.ends, self.given.microbatches)
         devices = sum(layout.replicas) if layout else len(self.devices)
         batch_size, pieces = rows or DEFAULT_ROWS, (layout and layout.microbatches) or devices
-        whole = planner.profile(batch_size, 1)
-        of_microbatches = planner.profile(batch_size, pieces) if 1 < pieces <= batch_size else None
+        sent = (*SENT, CROSSING) if "compression" in self._allow else ()
+        whole = planner.profile(batch_size, 1, sent)
+        of_microbatches = planner.profile(batch_size, pieces, sent) if 1 < pieces <= batch_size else None
         cluster = described_for(self.model, self.devices, self.given.memory_bytes)
         mirrored = not any(map(is_remote, self.devices))
         training = planner.training._replace(microbatches=1)

@@ -107,6 +107,7 @@ class FlightConditions(NamedTuple):
     microbatches: int
     recompute: bool
     compression: str | None = None
+    replica_compression: str | None = None
     of_tensorflow: str = tf.version.VERSION
     of_keras: str = keras.version()
 
@@ -126,7 +127,8 @@ def state_of(
     """
     values: dict[int, Any] = {}
     for replicas, held in zip(stages.replicas, kept.stages, strict=True):
-        values |= {id(each): value for each, value in zip(replicas[0].everything(), held[0].variables, strict=True)}
+        for replica, mine in zip(replicas, held, strict=True):
+            values |= {id(each): value for each, value in zip(replica.held(), mine.variables, strict=True)}
         values |= {id(each): value for each, value in replicas[0].of_model(held)}
     common = named(model, stages.slots(), stages.shared())
     found = {name: values.get(id(each), tf.convert_to_tensor(each)) for name, each in common.items()}
@@ -171,13 +173,15 @@ def kept_of(
     held = []
     try:
         for k, (replicas, counts) in enumerate(zip(stages.replicas, about["states"], strict=True)):
-            variables = [array(names[id(each)]) for each in replicas[0].everything()]
-            if [each.shape for each in variables] != [tuple(each.shape) for each in replicas[0].everything()]:
-                return None
-            states = [
-                [tf.constant(array(f"state/{k}/{r}/{n}")) for n in range(count)] for r, count in enumerate(counts)
-            ]
-            held.append([KeptStage([tf.constant(each) for each in variables], mine) for mine in states])
+            kept = []
+            for r, (replica, count) in enumerate(zip(replicas, counts, strict=True)):
+                mine = [*replicas[0].everything(), *(slot.variable for slot in replica.worker_slots)]
+                variables = [array(names[id(each)]) for each in mine]
+                if [each.shape for each in variables] != [tuple(each.shape) for each in mine]:
+                    return None
+                state = [tf.constant(array(f"state/{k}/{r}/{n}")) for n in range(count)]
+                kept.append(KeptStage([tf.constant(each) for each in variables], state))
+            held.append(kept)
     except KeyError:
         return None
     left = nested(about["left"], tensor)

@@ -23,9 +23,11 @@ from pipetrain.compute.graph.blocks import Chain, cut_points, why_together
 from pipetrain.compute.graph.inputs import Shapes
 from pipetrain.compute.graph.segment import Segment
 from pipetrain.compute.graph.sharing import sharing
+from pipetrain.compute.keras_private import flat_layers
 from pipetrain.compute.optimizer.gradient_scaling import build_scale, stepping
 from pipetrain.compute.optimizer.slots import Slot, adopt
 from pipetrain.compute.tensorflow_private import memory_of_devices
+from pipetrain.compute.transfers.compression import ReplicaSums
 from pipetrain.logs import counted
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level
 from pipetrain.plan.stages import Partition
@@ -315,6 +317,7 @@ def training_stages(
     microbatches: int,
     recompute: bool,
     is_shown: Callable[[], bool],
+    summed: float = 0.0,
 ) -> list[list[Stage]]:
     """Every stage's replicas, each on its device and with its kernels, those of the last stage with the loss.
 
@@ -329,6 +332,7 @@ def training_stages(
         recompute: whether a stage keeps only its inputs.
         is_shown: whether a line says that XLA compiles, asked when it does: it compiles anew for other shapes, in calls
             of ``fit`` and ``evaluate`` that may be told otherwise.
+        summed: the momentum by which replicas sum gradients before these are compressed, in place of the optimizer.
     """
     assert layout.compiled is not None
     losses = [*[None] * (layout.stages - 1), loss]
@@ -347,7 +351,7 @@ def training_stages(
                 optimizer,
                 losses[k],
                 recompute,
-                rule(k),
+                rule(k)._replace(momentum=not summed or len(on) == 1),
                 division=Division(microbatches, len(on)),
                 summed_rows=rows or 0 if microbatches > 1 and len(on) == 1 and not halved else 0,
                 compiled=layout.compiled[k],
@@ -359,7 +363,22 @@ def training_stages(
         ]
         for k, (segment, on) in enumerate(zip(segments, layout.devices_of_stages, strict=True))
     ]
+    if scheme.replica_compression is not None:
+        weights = chain.model.trainable_variables
+        apart = embeddings(chain.model, weights)
+        for k, stages in ((k, each) for k, each in enumerate(built) if len(each) > 1):
+            later = {id(weight) for each in groups if k in each.holders[1:] for weight in each.weights}
+            sums = ReplicaSums(scheme.replica_compression, stages, weights, apart, summed, k, later)
+            for number, stage in enumerate(stages):
+                stage.sums, stage.worker_slots = sums, sums.slots_of(number)
     return _shown(built, is_shown)
+
+
+def embeddings(model: keras.Model, variables: Sequence[Any]) -> set[int]:
+    """The numbers of variables whose gradients are rows."""
+    tables = [layer for layer in flat_layers(model) if isinstance(layer, keras.layers.Embedding)]
+    found = {id(variable) for layer in tables for variable in layer.variables}
+    return {n for n, each in enumerate(variables) if id(each) in found}
 
 
 def inference_stages(chain: Chain, layout: Layout, is_shown: Callable[[], bool]) -> list[list[Inference]]:

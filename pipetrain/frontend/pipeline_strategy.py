@@ -11,11 +11,12 @@ import keras
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.optimizer.clone import told
+from pipetrain.compute.optimizer.clone import plain_momentum, told
+from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
 from pipetrain.compute.profiling.operation_count import estimated_s
 from pipetrain.frontend.contexts import known
 from pipetrain.frontend.fit_session import FitSession
-from pipetrain.frontend.layout import training_stages
+from pipetrain.frontend.layout import embeddings, training_stages
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.run.course_runner import CourseRunner
@@ -41,6 +42,13 @@ class PipelineStrategy(RunnerStrategy):
 
     def __init__(self, planner: Planner, scheme: Scheme) -> None:
         super().__init__(planner, scheme)
+        if scheme.replica_compression is not None and max(planner.layout.replicas) == 1:
+            raise ValueError(
+                "No stage has several devices, whose sums could be compressed. Received: "
+                f"replica_compression={str(scheme.replica_compression)!r}, replicas={planner.layout.replicas}. "
+                f"Try replicas={(2, *planner.layout.replicas[1:])}, or leaving replica_compression out."
+            )
+        self._summed = 0.0  # the momentum by which replicas sum gradients, in place of the optimizer
         self._to_say = ""  # at the first ``fit`` of a compilation that shows anything
 
     @property
@@ -50,6 +58,15 @@ class PipelineStrategy(RunnerStrategy):
 
     def compiled(self, owner: keras.Model, loss: Any, jit_compile: Any) -> None:
         """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
+        if (compression := self._scheme.replica_compression) is not None:
+            if is_dynamic(owner.optimizer):
+                raise ValueError(
+                    "What messages lacked would be of another loss scale than what it is added to. Received: "
+                    f"replica_compression={str(compression)!r}, optimizer={type(owner.optimizer).__name__}, in which "
+                    "Keras wraps others under the policy 'mixed_float16'. Try the policy 'mixed_bfloat16'."
+                )
+            plain = self._scheme.synchronous and not self._has_rows_or_shares()
+            self._summed = compression.corrected(plain * plain_momentum(stepping(owner.optimizer)))
         super().compiled(owner, loss, jit_compile)
         stages, scheme = self.planner.layout.stages, self._scheme
         factor, self._to_say = scheme.rule(0, stages, self.microbatches).stretch, ""
@@ -80,7 +97,13 @@ class PipelineStrategy(RunnerStrategy):
             self.microbatches,
             planner.training.recompute,
             lambda: planner.verbose,
+            self._summed,
         )
+
+    def _has_rows_or_shares(self) -> bool:
+        """Whether gradients of some weights are rows, or are added for several layers: momentum is the optimizer's."""
+        used = [id(each) for block in self.planner.chain.blocks for call in block.calls for each in call.weights]
+        return len({*used}) < len(used) or bool(embeddings(self.model, self.model.trainable_variables))
 
     def _new_runner(self) -> Any:
         return Pipeline(self._stages.replicas, self._scheme, self.microbatches, self._run_settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipetrain.cluster.connection import place
@@ -11,7 +11,7 @@ from pipetrain.compute.graph.blocks import Chain, cut_points
 from pipetrain.compute.graph.inputs import Shapes, checked_shapes, shapes_of_model
 from pipetrain.compute.processor import left_out
 from pipetrain.compute.profiling.operation_count import is_little
-from pipetrain.compute.profiling.profiler import cached_profile
+from pipetrain.compute.profiling.profiler import cached_profile, with_codings
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.layout import KeptLayout, Layout, described_for
 from pipetrain.plan.choice import Explanation
@@ -20,7 +20,8 @@ from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition, plan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import Partition
-from pipetrain.schemes.options import AnyScheme, name_of
+from pipetrain.schemes.compression import Compression
+from pipetrain.schemes.options import AnyScheme, compressions_of, name_of
 from pipetrain.schemes.table import UNCUT
 from pipetrain.simulation.every_way import Chooser, PipelineLayout
 
@@ -165,9 +166,13 @@ class Planner:
             self._for_evaluation[asked] = layout._replace(ends=self._ends_of(cut), compiled=_kernels_of(cut))
         return self._for_evaluation[asked]
 
-    def profile(self, batch_size: int, parts: int) -> Profile:
-        """The model's blocks for such a minibatch in so many parts, measured with the rows of one if need be."""
-        return self._profile(batch_size, self.verbose, microbatches=parts)
+    def profile(self, batch_size: int, parts: int, compressions: Iterable[str | Compression] = ()) -> Profile:
+        """The model's blocks for such a minibatch in so many parts, measured with the rows of one if need be.
+
+        With what these compressions take, too.
+        """
+        measured = self._profile(batch_size, self.verbose, microbatches=parts)
+        return with_codings(measured, compressions, self.layout.devices[0])
 
     def _profile(
         self, batch_size: int, verbose: bool, shapes: Shapes | None = None, microbatches: int | None = None
@@ -176,7 +181,8 @@ class Planner:
         pieces = min(microbatches or self.training.microbatches, batch_size)
         shapes, device = shapes or self.shapes or checked_shapes(self.chain.model, None), self.layout.devices[0]
         with_xla = self.training.jit_compile is not False
-        return cached_profile(self.chain, batch_size, shapes, device, verbose, place(device), with_xla, pieces)
+        found = cached_profile(self.chain, batch_size, shapes, device, verbose, place(device), with_xla, pieces)
+        return with_codings(found, compressions_of(self.training.scheme), device)
 
     def explanation(self, batch_size: int, scheme: AnyScheme) -> Explanation:
         """A text: the cut of the model, and every way to train it on as many devices, this scheme among them.
@@ -186,8 +192,9 @@ class Planner:
         if self.layout.ends is None:
             self.partition(batch_size, self.verbose)
         devices = len(self._compared_on) or self.training.chosen.schedule.devices(sum(self.layout.replicas))
-        whole = self.profile(batch_size, 1)
-        pieces = self.profile(batch_size, devices) if 1 < devices <= batch_size else None
+        sent = compressions_of(scheme)
+        whole = self.profile(batch_size, 1, sent)
+        pieces = self.profile(batch_size, devices, sent) if 1 < devices <= batch_size else None
         mirrored = not any(map(is_remote, self._compared_on or self.layout.devices))
         every = Chooser(whole, devices, self._cluster, self.training, pieces, mirrored=mirrored)
         own = every

@@ -10,7 +10,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import Arrays, RunState, assign, assign_scale, collected, leave_out, scale_arrays
+from pipetrain.checkpoint.state import (
+    OF_WORKER,
+    Arrays,
+    RunState,
+    assign,
+    assign_scale,
+    collected,
+    leave_out,
+    scale_arrays,
+)
 from pipetrain.compute.functions.kernels import gc_paused
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.inputs import Shapes, beside
@@ -33,7 +42,7 @@ from pipetrain.frontend.strategy import StepFunction
 from pipetrain.logs import BELOW_BAR
 from pipetrain.plan.choice import Explanation
 from pipetrain.run.collector import Kept
-from pipetrain.run.control import RunSettings
+from pipetrain.run.control import LostWorker, RunSettings
 from pipetrain.schemes.options import AnyScheme
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.weight_versions import steady_staleness
@@ -72,6 +81,7 @@ class RunnerStrategy:
         self._away = VariableWatch(self.drain)  # of what the stages have newer values than the model
         self._count = UpdateCount()
         self._goes_on: Kept | None = None  # what devices held in the run that the next minibatch goes on with
+        self._lost = LostWorker()  # for calls to workers that no runner makes
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:
@@ -133,6 +143,7 @@ class RunnerStrategy:
 
         Where the cut is to be decided, and not all of the inputs' shapes are known, the first minibatch is awaited.
         """
+        self._lost = LostWorker(self.planner.layout.devices)
         self._prepare(session.rows, session.shapes)
         check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
         self._goes_on = None
@@ -160,19 +171,21 @@ class RunnerStrategy:
         if self._runner is None and self.planner.can_decide:
             self._make_runner(rows)
         if self._runner is not None:
-            self._stages.adopt_from(self.optimizer)
+            self._lost.unless_lost(lambda: self._stages.adopt_from(self.optimizer))
 
     def _make_runner(self, rows: int | None) -> None:
         """Make the stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
         self._compilation.check_trained()
         self._made_as = trained_in(self.model)
         with gc_paused():
-            weights = self.model.trainable_variables
             self._made_for_rows = rows or 0
-            stages = OptimizedStages(self._built(rows), weights)
-            stages.go_on_from(self._stages)
-            self._stages = stages
+            self._stages = self._lost.unless_lost(lambda: self._new_stages(rows))
             self._runner = self._new_runner()
+
+    def _new_stages(self, rows: int | None) -> OptimizedStages:
+        stages = OptimizedStages(self._built(rows), self.model.trainable_variables)
+        stages.go_on_from(self._stages)
+        return stages
 
     def _built(self, rows: int | None) -> Sequence[list[Stage]]:
         """Every stage's replicas, for minibatches of so many rows if that is known."""
@@ -298,6 +311,7 @@ class RunnerStrategy:
 
     def lose(self, error: Exception) -> None:
         """From another thread, repeatedly: a worker is lost. Nobody waits for it any longer, but is given the error."""
+        self._lost.told(error)
         self.evaluator.lose(error)
         if (pipeline := self._runner) is not None:
             pipeline.lose(error)
@@ -349,10 +363,13 @@ class RunnerStrategy:
         runner, optimizer = self._runner, self._compilation.optimizer
         if runner is None or runner.is_drained or not runner.keeps_flight:
             self.drain()
-            values = collected(self.model, self._stages.slots(), self._stages.shared())
+            values = self._collected()
             return RunState(values | scale_arrays(optimizer), {})
         with self._away.resting():
-            values, about = state_of(self.model, self._stages, runner.kept(), self._way(), self.planner.layout.devices)
+            way, devices = self._way(), self.planner.layout.devices
+            values, about = self._lost.unless_lost(
+                lambda: state_of(self.model, self._stages, runner.kept(), way, devices)
+            )
             return RunState(values | scale_arrays(optimizer, runner.scale), about)
 
     def _way(self) -> FlightConditions:
@@ -361,14 +378,16 @@ class RunnerStrategy:
         kinds = (tf.DeviceSpec.from_string(each).device_type or "" for each in layout.devices)
         recompute = self.planner.training.recompute
         cut = layout.ends or (), layout.replicas, layout.compiled or (), tuple(kinds)
-        compression = None if scheme.compression is None else str(scheme.compression)
-        return FlightConditions(scheme.name, *cut, self.microbatches, recompute, compression)
+        crossing, summed = (each and str(each) for each in (scheme.compression, scheme.replica_compression))
+        return FlightConditions(scheme.name, *cut, self.microbatches, recompute, crossing or None, summed or None)
 
     def _kinds_beside(self) -> list[str]:
         """What training needs to go on that no slot of the compiled optimizer holds."""
         stages = self.planner.layout.stages
         rules = {self._scheme.rule(stage, stages, self.microbatches) for stage in range(stages)}
-        return sorted({kind for rule in rules for kind in kinds_beside(self._compilation.steps, rule)})
+        replicas = (replica for stage in self._stages.replicas for replica in stage)
+        kept = {OF_WORKER.sub("", slot.kind) for replica in replicas for slot in replica.worker_slots}
+        return sorted({kind for rule in rules for kind in kinds_beside(self._compilation.steps, rule)} | kept)
 
     def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
         """Go on from there; gives what was not there."""
@@ -385,17 +404,28 @@ class RunnerStrategy:
                 f"{len(kept.ends)} stages. Try partition(input_shapes=...) before fit, or as many stages."
             )
         self._goes_on = self._kept_in(arrays, about)
-        missing = assign(self.model, arrays, self._stages.slots(), self._stages.shared())
+        missing = self._assigned(arrays)
         self._count.set(about["updates"])
         assign_scale(self._compilation.optimizer, arrays, about["updates"])
         self._count.set_fitted(about["fitted"], self._runner)
         return missing
 
+    def _collected(self) -> Arrays:
+        """Weights, state and what the optimizer has gathered, some of it on workers."""
+        return self._lost.unless_lost(lambda: collected(self.model, self._stages.slots(), self._stages.shared()))
+
+    def _assigned(self, arrays: Arrays) -> list[str]:
+        """Put them back; gives what was not there. What this process has is put back even if a worker is lost."""
+        assign(self.model, arrays, (), ())
+        slots, shared = self._stages.slots(), self._stages.shared()
+        return self._lost.unless_lost(lambda: assign(self.model, arrays, slots, shared))
+
     def _kept_in(self, arrays: Arrays, about: dict[str, Any]) -> Kept | None:
         """What devices held, if the run is trained as this one is; else that is left out."""
         there, kept = about.get("in_flight"), None
         if there is not None and not self._way().differences(there["of"]):
-            kept = kept_of(self.model, self._stages, arrays, there, self.planner.layout.devices)
+            devices = self.planner.layout.devices
+            kept = self._lost.unless_lost(lambda: kept_of(self.model, self._stages, arrays, there, devices))
         if kept is None:
             leave_out(about)
         return kept

@@ -14,14 +14,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import OF_WORKER, Arrays, assign, collected
+from pipetrain.checkpoint.state import OF_WORKER, Arrays
 from pipetrain.cluster.bandwidth import message_work
 from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.inputs import Shapes, memory_rows
-from pipetrain.compute.keras_private import flat_layers
 from pipetrain.compute.optimizer.clone import plain_momentum, whole_step
 from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
@@ -31,13 +30,14 @@ from pipetrain.compute.transfers.step import OwnPaceStep, TransferStep
 from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
 from pipetrain.frontend.contexts import known
 from pipetrain.frontend.input_data import DEFAULT_ROWS
-from pipetrain.frontend.layout import described
+from pipetrain.frontend.layout import described, embeddings
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_loss_scaling, check_whole
 from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.plan.choice import TURNS, fastest, finalists
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.profile import Profile, Seconds
+from pipetrain.run.control import RunSettings
 from pipetrain.run.step_runner import Arrivals, OwnPaceRunner, StepRunner
 from pipetrain.run.window import minibatch_s
 from pipetrain.run.worker_rows import WorkerRows
@@ -49,7 +49,7 @@ from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.data_parallel import Setting
-from pipetrain.simulation.profiled import message_of, near
+from pipetrain.simulation.profiled import coded, message_of, near
 
 
 def workload_of(
@@ -99,13 +99,6 @@ def input_bytes(model: keras.Model, shapes: Shapes | None, rows: int) -> int:
     sizes = [math.prod(size or 0 for size in shape) for shape in shapes or ()]
     dtypes = [tf.as_dtype(each.dtype).size for each in model.inputs[: len(sizes)]]
     return rows * sum(size * width for size, width in zip(sizes, dtypes, strict=True))
-
-
-def embeddings(model: keras.Model, variables: Sequence[Any]) -> set[int]:
-    """The numbers of variables whose gradients are rows."""
-    tables = [layer for layer in flat_layers(model) if isinstance(layer, keras.layers.Embedding)]
-    found = {id(variable) for layer in tables for variable in layer.variables}
-    return {n for n, each in enumerate(variables) if id(each) in found}
 
 
 # After these a worker may be lost, or an optimizer not be finite: `abort` forgets the pipeline, and what it left.
@@ -218,13 +211,18 @@ class TransferStrategy(RunnerStrategy):
         had = {slot.kind for slot in self._stages.slots()}
         super()._prepare(rows, shapes)
         if self._outer is not None and not any(OF_WORKER.search(kind) for kind in had):
-            self._outer.take_slots()
+            self._lost.unless_lost(self._outer.take_slots)
 
     def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
         """Go on from there; workers with a pace of their own go on in their order, too."""
         if self._arrivals is not None:
             self._arrivals.go_on(about["updates"])
         return super().restore(arrays, about)
+
+    def _run_settings(self) -> RunSettings:
+        if self._arrivals is not None:
+            self._arrivals.sets_aside = known(self._fit).session.has_checkpoints
+        return super()._run_settings()
 
     @property
     def drains(self) -> bool:
@@ -255,9 +253,8 @@ class TransferStrategy(RunnerStrategy):
         return self._synchrony.steps if isinstance(self._synchrony, LocalSGD) else 1
 
     def _kinds_beside(self) -> list[str]:
-        kept = {OF_WORKER.sub("", slot.kind) for slot in self._weights[0].worker_slots}
-        apart = {"each worker's own slots"} if self._outer is not None else set()
-        return [*super()._kinds_beside(), *sorted(kept | apart)]
+        apart = ["each worker's own slots"] if self._outer is not None else []
+        return [*super()._kinds_beside(), *apart]
 
     def _new_compressor(self) -> Compressor | None:
         """What sums compressed gradients."""
@@ -382,11 +379,11 @@ class TransferStrategy(RunnerStrategy):
     @contextmanager
     def _kept(self) -> Iterator[None]:
         """In the end weights, state and what the optimizer has gathered are as they were, whatever a trial does."""
-        arrays = collected(self.model, self._stages.slots(), self._stages.shared())
+        arrays = self._collected()
         try:
             yield
         finally:
-            assign(self.model, arrays, self._stages.slots(), self._stages.shared())
+            self._assigned(arrays)
 
     def _setting(self, rows: int | None, is_measured: bool = True) -> Setting:
         """The workers as the simulator takes them, for minibatches of so many rows.
@@ -400,10 +397,12 @@ class TransferStrategy(RunnerStrategy):
             cluster = described(self._devices, within_functions=True)
             message = message_of(cluster, workers, self._serves, self._topology)
             if message != Message():  # else no order hides anything
-                profile = planner.profile(rows or DEFAULT_ROWS, workers)
+                profile = planner.profile(rows or DEFAULT_ROWS, workers, filter(None, [self._compression]))
                 work = Message(*message_work(self._devices, cluster))
                 message = replace(message, overhead_s=message.overhead_s + 2 * work.overhead_s)  # at either end
         workload = workload_of(planner.chain, variables, profile, message, workers)
+        if profile is not None and self._compression is not None:
+            workload = coded(workload, profile, self._compression, workers, self._synchrony)
         sent = input_bytes(self.model, planner.shapes, (rows or DEFAULT_ROWS) // workers)
         return Setting(
             workload,

@@ -30,7 +30,12 @@ WIDTH = 80  # characters of a line that a person reads
 ERRORS = 2  # standard errors of the profile to either side of a prediction
 HEADER: tuple[str, ...] = ("way to train", "samples/s", "gain", "MiB", "not taken")
 KINDS = ("single", "data parallelism", "grid", "pipeline", "hybrid")  # the simplest first
-LOSING = ("compression", "synchrony", "topology")  # options by which a scheme sends less; encoding is not predicted
+LOSING = (
+    "compression",
+    "replica_compression",
+    "synchrony",
+    "topology",
+)  # options by which a scheme sends less
 BASELINE = "baseline"  # a kind that is predicted to compare with, and never taken
 
 

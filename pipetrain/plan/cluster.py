@@ -32,6 +32,12 @@ class Link:
             return 0.0
         return 2 * (replicas - 1) * (self.latency_s + size_bytes / replicas / self.bandwidth_bytes_per_s)
 
+    def exchange_seconds(self, size_bytes: Any, replicas: int) -> Any:
+        """The time in which replicas send so many bytes each to all others: ``latency + (r-1) * bytes / bandwidth``."""
+        if replicas == 1:
+            return 0.0
+        return self.latency_s + (replicas - 1) * size_bytes / self.bandwidth_bytes_per_s
+
 
 # PCIe 3.0 x16 carries 15.75 GB/s; about three quarters of it reach a tensor copy.
 PCIE_3 = Link(bandwidth_bytes_per_s=12e9, latency_s=10e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from pipetrain.plan.cluster import Cluster, Link
 from pipetrain.plan.memory import Demand
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
 from pipetrain.plan.roofline import PREDICTION_PASSES, UPDATE_PASSES
-from pipetrain.schemes.compression import Compression
+from pipetrain.schemes.compression import FLOAT_BYTES, Compression
 
 Floats = NDArray[np.float64]
 
@@ -170,6 +170,7 @@ class Costs:
         microbatches: of a minibatch.
         jit_compile: whether XLA compiles the stages, or ``"auto"``: those that it makes clearly faster.
         compression: of what crosses the cuts.
+        replica_compression: of the gradients that replicas sum. What either takes is counted where it was measured.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class Costs:
         microbatches: int = 1,
         jit_compile: bool | str = False,
         compression: Compression | None = None,
+        replica_compression: Compression | None = None,
     ) -> None:
         blocks = profile.trained
         self._chain, self.blocks, self.cluster, self._batch_size = blocks, len(blocks), cluster, profile.batch_size
@@ -192,6 +194,15 @@ class Costs:
             never = Seconds(IMPOSSIBLE_S, IMPOSSIBLE_S, IMPOSSIBLE_S)
             self._seconds[True] = _Sums([block.compiled or never for block in blocks])
         self._weights = _sums([block.weight_bytes for block in blocks])
+        # Of gradients that replicas send as messages: their bytes, and what each replica holds for them in multiples of
+        # the weights: what messages lacked, and what is made of those that come.
+        self._summed: Floats | None = None
+        if replica_compression is not None:
+            self._summed = _sums([block.summed_bytes(replica_compression) for block in blocks])
+        self._coding, self._summing = profile.coding(compression), profile.coding(replica_compression)
+        self._feeds = replica_compression is not None and replica_compression.error_feedback
+        self._microbatches = microbatches
+        self._of_messages = 0 if replica_compression is None else 1 + replica_compression.error_feedback
         self._kept = _sums([block.activation_bytes for block in blocks])
         self._fixed = _sums([block.fixed_bytes for block in blocks])
         self._products = _sums([block.product_bytes for block in blocks])
@@ -228,18 +239,44 @@ class Costs:
         device, replicas, after, compiled, predictions = place
         cluster, share = self.cluster, self._share(replicas)
         within = cluster.link(device, device + replicas - 1)
-        latency_s = within.reduce_seconds(0.0, replicas)
+        latency_s = float(self._reduce_s(within, 0.0, None if self._summed is None else 0.0, replicas))
         sums = self._seconds[compiled]
         running = share * sums.compute_s + (1 + PREDICTING * predictions) * sums.update_s
-        running = running + (within.reduce_seconds(self._weights, replicas) - latency_s)
+        running = running + _sums([sum(self.messages_s(block, replicas)) for block in self._chain])
+        running = running + (self._reduce_s(within, self._weights, self._summed, replicas) - latency_s)
         # the widest way that rows may have to go; how far the next stage reaches, its own gradients' way says
         gradients = self._transfer(cluster.link(max(device - 1, 0), device + replicas - 1), share)
         activations = self._transfer(cluster.link(device, after), share)
+        if self._coding is not None:  # either end of a cut encodes what it sends, and decodes what comes
+            coding_s = np.array([0.0, *(share * sum(self.coding_s(block)) for block in self._chain[:-1]), 0.0])
+            gradients, activations = gradients + coding_s, activations + coding_s
         beside = None
         if self._sharing:
             repeated_s = self._sharing.repeated_s([each.update_s for each in self._each(compiled)])
             beside = self._summing_s(place) - (1 + PREDICTING * predictions) * repeated_s
         return Affine(running + activations + latency_s + self._overhead_s, running - gradients, beside)
+
+    def coding_s(self, block: BlockProfile) -> tuple[float, float]:
+        """Seconds to encode, and to decode, what crosses a cut right after a block, of a minibatch."""
+        elements = block.crossing_elements
+        if self._coding is None or not elements:
+            return 0.0, 0.0
+        both = self._coding.encoding_s, self._coding.decoding_s
+        encoding_s, decoding_s = (each(elements, self._microbatches) for each in both)
+        return encoding_s, decoding_s
+
+    def messages_s(self, block: BlockProfile, replicas: int) -> tuple[float, float]:
+        """Seconds to make a message of a block's gradients, and of so many replicas' messages their sum."""
+        if self._summing is None or replicas == 1 or not block.weight_bytes:
+            return 0.0, 0.0
+        return self._summing.summing_s(block.weight_bytes / FLOAT_BYTES, replicas, self._feeds)
+
+    @staticmethod
+    def _reduce_s(link: Link, size_bytes: Any, message_bytes: Any, replicas: int) -> Any:
+        """Seconds in which replicas sum gradients of these sizes, or of such messages where they are compressed."""
+        if message_bytes is None:
+            return link.reduce_seconds(size_bytes, replicas)
+        return link.exchange_seconds(message_bytes, replicas)
 
     def summing_s(self, place: Place, i: int, j: int) -> float:
         """Seconds in which blocks i to j-1 send gradients of weights that other stages have too, per minibatch."""
@@ -263,7 +300,7 @@ class Costs:
         """
         if (replicas, demand) not in self._memory:
             share = self._share(replicas)
-            stays, passes = (0.0, demand.passing) if replicas == 1 else (demand.passing, 0.0)
+            stays, passes = (0.0, demand.passing) if replicas == 1 else (demand.passing + self._of_messages, 0.0)
             running = (demand.weights + stays) * self._weights + self._fixed
             products = self._products if demand.factors and replicas == 1 else 0.0 * self._products
             running = running + demand.gradients * (self._weights - products)
@@ -336,8 +373,10 @@ class Costs:
 
     def sent_bytes(self, i: int, j: int, replicas: int) -> float:
         """Bytes that all devices of the stage send per minibatch: activations, gradients, and gradients to sum."""
-        summed = 2 * (replicas - 1) * self.weight_bytes(i, j) + self.shared_bytes(i, j)
-        return float(self._sent[i] + self._sent[j] + summed)
+        summed = float(2 * (replicas - 1) * self.weight_bytes(i, j))
+        if self._summed is not None:
+            summed = replicas * (replicas - 1) * (self._summed[j] - self._summed[i])
+        return float(self._sent[i] + self._sent[j] + summed + self.shared_bytes(i, j))
 
     def _share(self, replicas: int) -> float:
         """The largest part of a minibatch's rows that one of so many replicas gets."""

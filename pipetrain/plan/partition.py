@@ -214,7 +214,7 @@ def partition(
             f"Try num_devices={sum(counts)}."
         )
     kernels = training.kernels(stages if counts else num_devices)
-    costs = Costs(profile, cluster, training.microbatches, kernels, training.chosen.compression)
+    costs = costs_of(profile, cluster, training, kernels)
     if replicate and cluster.memory_bytes is None:  # more than work at once would only repeat the updates
         num_devices = int(min(num_devices, cluster.processors))
     problem = _problem(costs, num_devices, counts, training)
@@ -225,6 +225,13 @@ def partition(
     if cluster.memory_bytes is None or cluster.holds(best.fullest_bytes):
         return best
     return Capacity(profile, costs, problem, training).fastest(cluster.memory_bytes, slowest_s)
+
+
+def costs_of(profile: Profile, cluster: Cluster, training: Training, kernels: bool | str) -> Costs:
+    """What stages cost where the model is trained so."""
+    chosen = training.chosen
+    sent = chosen.compression, chosen.replica_compression
+    return Costs(profile, cluster, training.microbatches, kernels, *sent)
 
 
 def plan(
@@ -241,7 +248,7 @@ def plan(
     """
     training = checked_training(training)
     kernels = training.kernels(len(ends)) if compiled is None else True
-    costs = Costs(profile, cluster or Cluster(), training.microbatches, kernels, training.chosen.compression)
+    costs = costs_of(profile, cluster or Cluster(), training, kernels)
     counts = replicas or [1] * len(ends)
     choices, first, device = [], 0, 0
     for end, count in zip(ends, counts, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,35 @@ class Seconds:
     def later(self, loss_s: float) -> Seconds:
         """The same with a loss after the forward."""
         return replace(self, forward_s=self.forward_s + loss_s)
+
+
+class Coding(NamedTuple):
+    """What a compression, by its text, takes on a device: the seconds of a message, and of each of its elements."""
+
+    compression: str
+    encode_s: tuple[float, float]
+    decode_s: tuple[float, float]
+
+    def encoding_s(self, elements: float, messages: float = 1.0) -> float:
+        """To make messages of so many elements together."""
+        return messages * self.encode_s[0] + elements * self.encode_s[1]
+
+    def decoding_s(self, elements: float, messages: float = 1.0) -> float:
+        """To make values of them again."""
+        return messages * self.decode_s[0] + elements * self.decode_s[1]
+
+    def summing_s(self, elements: float, workers: int, feedback: bool) -> tuple[float, float]:
+        """For gradients that are sent to so many workers: what each takes before its own is sent, and afterwards.
+
+        With error feedback the sender decodes its own message, to learn what it lacks; of the sum all are decoded.
+        """
+        decoding_s = self.decoding_s(elements)
+        return self.encoding_s(elements) + feedback * decoding_s, workers * decoding_s
+
+    def times(self, factor: float) -> Coding:
+        """The same on a device that is so many times as slow."""
+        both = ((factor * each[0], factor * each[1]) for each in (self.encode_s, self.decode_s))
+        return Coding(self.compression, *both)
 
 
 @dataclass(frozen=True)
@@ -86,6 +115,15 @@ class BlockProfile:
     def crossing_bytes(self, compression: Compression | None) -> int:
         """What crosses a cut right after this block, each way, compressed so."""
         return crossing_bytes(self.output_bytes, self.floats, compression)
+
+    @property
+    def crossing_elements(self) -> int:
+        """How many numbers cross a cut right after it that a compression makes fewer bytes of."""
+        return self.output_bytes // FLOAT_BYTES if self.floats is None else self.floats[0]
+
+    def summed_bytes(self, compression: Compression) -> int:
+        """A message of its weights' gradients, compressed so, as if they were one matrix."""
+        return compression.sent_bytes(squarish(self.weight_bytes // FLOAT_BYTES)) if self.weight_bytes else 0
 
     @property
     def seconds(self) -> Seconds:
@@ -138,7 +176,8 @@ class Profile(Tabular):
     the last one's device, and ``metric_s`` what a metric takes, in the caller's thread. The seconds are those of all
     ``microbatches`` of a minibatch together, with the rows of one at a time. ``network`` is what the blocks hand on and
     which can be divided by their outputs, None where that is not known. ``budget_s`` are the seconds that it was
-    allowed to take where something was left out to keep to them, None where nothing was.
+    allowed to take where something was left out to keep to them, None where nothing was. ``codings`` are what
+    compressions take on the device, as far as that was measured; what others take counts as nothing.
 
     Raises ValueError for no blocks, or a batch size below 1.
     """
@@ -152,6 +191,7 @@ class Profile(Tabular):
     microbatches: int = 1
     network: GridNetwork | None = None
     budget_s: float | None = None
+    codings: tuple[Coding, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.blocks or not isinstance(self.batch_size, int) or self.batch_size < 1:
@@ -164,6 +204,10 @@ class Profile(Tabular):
     def total_s(self) -> float:
         """Seconds for one minibatch on one device: every forward and every backward, and the loss."""
         return sum(block.forward_s + block.backward_s for block in self.blocks) + self.loss_s
+
+    def coding(self, compression: Compression | None) -> Coding | None:
+        """What a compression takes; None for none, or where that was not measured."""
+        return next((each for each in self.codings if compression and each.compression == str(compression)), None)
 
     @property
     def trained(self) -> tuple[BlockProfile, ...]:
@@ -205,7 +249,8 @@ class Profile(Tabular):
     def faster(self, times: float) -> Profile:
         """An estimate for devices that compute faster by a factor."""
         blocks = tuple(block.longer(1 / times, 1 / times) for block in self.blocks)
-        return replace(self, blocks=blocks, loss_s=self.loss_s / times, metric_s=self.metric_s / times)
+        codings = tuple(each.times(1 / times) for each in self.codings)
+        return replace(self, blocks=blocks, loss_s=self.loss_s / times, metric_s=self.metric_s / times, codings=codings)
 
     def to_json(self) -> str:
         """The profile as JSON text; ``from_json`` reads it back equal."""
@@ -220,7 +265,8 @@ class Profile(Tabular):
             names = "spread", "loss_s", "metric_s", "microbatches", "budget_s"
             beside = {name: data[name] for name in names if name in data}
             network = GridNetwork.of(data["network"]) if data.get("network") else None
-            return cls(data["model"], data["batch_size"], blocks, **beside, network=network)
+            codings = tuple(_coding(*each) for each in data.get("codings", ()))
+            return cls(data["model"], data["batch_size"], blocks, **beside, network=network, codings=codings)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Not a profile ({error}). Received: {text[:60]!r}. Try a file that save() wrote."
@@ -313,6 +359,12 @@ def _compiled_ms(block: BlockProfile) -> tuple[str, str]:
     return (f"{seconds.forward_s * 1e3:.2f}", f"{seconds.backward_s * 1e3:.2f}") if seconds else ("-", "-")
 
 
+def squarish(elements: int) -> tuple[int, int]:
+    """The sides of a matrix of about so many elements."""
+    side = max(1, math.isqrt(elements))
+    return side, max(1, round(elements / side))
+
+
 def crossing_bytes(size_bytes: int, floats: tuple[int, int] | None, compression: Compression | None) -> int:
     """So many bytes of which some are floating-point numbers, see ``BlockProfile``, compressed."""
     count, float_bytes = (size_bytes // FLOAT_BYTES, size_bytes) if floats is None else floats
@@ -333,6 +385,12 @@ def _block(
     compiled_s = None if compiled is None else Seconds(**compiled)
     pair = None if floats is None else (int(floats[0]), int(floats[1]))
     return BlockProfile(**fields, compiled=compiled_s, shared=pairs, slices=parts, floats=pair)
+
+
+def _coding(compression: str, encode_s: Sequence[float], decode_s: Sequence[float]) -> Coding:
+    """As JSON has it."""
+    encode, decode = ((float(each[0]), float(each[1])) for each in (encode_s, decode_s))
+    return Coding(str(compression), encode, decode)
 
 
 def unsteady(spread: float) -> str:

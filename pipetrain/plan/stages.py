@@ -13,9 +13,9 @@ from pipetrain.logs import counted, text_table
 from pipetrain.pictures.tables import Tabular, table
 from pipetrain.plan.cost import PREDICTING, Costs, Place
 from pipetrain.plan.memory import Holding, Training, demand, demand_of, moments
-from pipetrain.plan.profile import Profile, crossing_bytes, mib
+from pipetrain.plan.profile import Profile, crossing_bytes, mib, squarish
 from pipetrain.plan.search import StageChoice
-from pipetrain.schemes.compression import Compression
+from pipetrain.schemes.compression import FLOAT_BYTES, Compression
 from pipetrain.schemes.dry_run import waiting
 from pipetrain.schemes.schedules import Schedule
 
@@ -60,10 +60,20 @@ class StagePlan:
     summing_s: float = 0.0
     late_s: float = 0.0
     floats: tuple[int, int] | None = None
+    coding_s: tuple[float, float] = (0.0, 0.0)
+    messages_s: float = 0.0
 
     def crossing_bytes(self, compression: Compression | None) -> int:
         """What crosses the cut after it, each way, compressed so."""
         return crossing_bytes(self.output_bytes, self.floats, compression)
+
+    def summed_bytes(self, compression: Compression) -> int:
+        """A message of its weights' gradients, compressed so, as if its blocks had one matrix each, all alike."""
+        elements = self.weight_bytes // FLOAT_BYTES // self.blocks
+        return self.blocks * compression.sent_bytes(squarish(elements)) if elements else 0
+
+
+PAIRS = ("floats", "coding_s")  # fields of a stage that are no single numbers, and in no table
 
 
 @dataclass(frozen=True)
@@ -220,7 +230,7 @@ class Partition(Tabular):
 
     def _columns(self) -> dict[str, Sequence[Any]]:
         each = [{"stage": k, **asdict(stage)} for k, stage in enumerate(self.stages)]
-        return {name: [row[name] for row in each] for name in each[0] if name != "floats"}
+        return {name: [row[name] for row in each] for name in each[0] if name not in PAIRS}
 
 
 def predictions(training: Training, stage: int, stages: int) -> int:
@@ -274,6 +284,8 @@ def described(
                 summing_s=costs.summing_s(place, first, end),
                 late_s=costs.late_s(first, end, place.compiled),
                 floats=part[-1].floats,
+                coding_s=costs.coding_s(part[-1]) if end < len(profile.blocks) else (0.0, 0.0),
+                messages_s=sum(sum(costs.messages_s(block, place.replicas)) for block in part),
             )
         )
     processors = costs.cluster.processors

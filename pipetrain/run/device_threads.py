@@ -190,7 +190,8 @@ class Running:
         sizes = [len(stage) for stage in self._stages]
         down = [_mailboxes(*pair) for pair in zip(sizes, [1, *sizes[:-1]], strict=True)]
         up = [_mailboxes(*pair) for pair in zip(sizes, [*sizes[1:], 0], strict=True)]
-        reductions = [Reduction(stage, self._kept) for stage in self._stages]
+        done, count = self.settings.minibatches, self._microbatches
+        reductions = [Reduction(stage, self._kept, lambda m: done + m // count) for stage in self._stages]
         every += [box for way in (down, up) for stage in way for boxes in stage for box in boxes]
         every += [box for reduction in reductions for box in reduction.mailboxes]
         summaries, scale = None, self.settings.loss_scale
@@ -208,8 +209,7 @@ class Running:
 
         def crossing(cut: int) -> CutFunctions | None:
             """One for each replica and way: threads trace their own functions."""
-            before = self.settings.minibatches
-            return CutFunctions(cuts[cut], self._microbatches, before) if 0 <= cut < len(cuts) else None
+            return CutFunctions(cuts[cut], count, done) if 0 <= cut < len(cuts) else None
 
         works: list[list[StageWork]] = [[] for _ in self._stages]
         last = len(self._stages) - 1

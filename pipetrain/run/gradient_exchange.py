@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -19,6 +19,7 @@ from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import Step
 from pipetrain.compute.tensorflow_private import elements_of
+from pipetrain.compute.transfers.compression import ReplicaSums
 from pipetrain.schemes.splitting import shared_out
 from pipetrain.trace.records import Recent, Transfer, Transfers
 
@@ -174,14 +175,21 @@ class Reduction:
     Sums are added in the order of the replicas, whichever arrives first, so all replicas have bitwise equal sums.
     ``shared_out`` says which replica sums which gradients, ``reduction_bytes`` what each sends.
 
+    Where sums are compressed, each sends a message of its own gradients to all others, see ``ReplicaSums``.
+
     Args:
         stages: the stage's replicas.
         kept: how many transfers of a replica are recorded, the newest.
+        number_of: gives the number of a microbatch's minibatch since training began.
     """
 
-    def __init__(self, stages: Sequence[Replica], kept: int) -> None:
-        self._stages, count = list(stages), len(stages)
-        self._owned = shared_out([variable.shape.num_elements() for variable in stages[0].variables], count)
+    def __init__(self, stages: Sequence[Replica], kept: int, number_of: Callable[[int], int] = lambda _: 0) -> None:
+        self._stages, count, self._number_of = list(stages), len(stages), number_of
+        self._messages: ReplicaSums | None = stages[0].sums
+        coded = () if self._messages is None else self._messages.numbers
+        apart = [n for n, _ in enumerate(stages[0].variables) if n not in coded]
+        owned = shared_out([stages[0].variables[n].shape.num_elements() for n in apart], count)
+        self._owned = [[apart[place] for place in mine] for mine in owned]
         self._to: list[list[Mailbox[Any]]] = [[Mailbox() for _ in range(count)] for _ in range(count)]
         self._done = [Recent(Transfers, kept) for _ in range(count)]
 
@@ -198,17 +206,34 @@ class Reduction:
         if len(self._stages) == 1:
             return gradients or []
         start_s = time.perf_counter()
+        of, size = self._exactly(replica, gradients) if any(self._owned) else ({}, 0)
+        if self._messages is not None:
+            coded, message_bytes = self._by_messages(self._messages, replica, gradients, microbatch)
+            of, size = of | coded, size + message_bytes
+        end_s = time.perf_counter()
+        self._done[replica].append(Transfer("R", microbatch, 0, replica, 0, replica, size, start_s, end_s))
+        return [of[n] for n in range(len(of))]
+
+    def _exactly(self, replica: int, gradients: list[Any] | None) -> tuple[dict[int, Any], int]:
+        """The sums of gradients that are sent as they are, by number, and the bytes that this replica has sent."""
         shares = [None if gradients is None else [gradients[n] for n in owned] for owned in self._owned]
         total, owned = None, self._owned[replica]
         for share in self._exchanged(replica, shares):
             total = total if share is None else cast(Stage, self._stages[replica]).accumulate(total, share, owned)
         sums = self._exchanged(replica, [total] * len(self._stages))
-        end_s = time.perf_counter()
         sent = [*shares[:replica], *shares[replica + 1 :], *[total] * (len(shares) - 1)]
         size = size_bytes(tf.nest.flatten(sent, expand_composites=True))
-        self._done[replica].append(Transfer("R", microbatch, 0, replica, 0, replica, size, start_s, end_s))
-        of = dict(zip(chain(*self._owned), chain(*sums), strict=True))
-        return [of[n] for n in range(len(of))]
+        return dict(zip(chain(*self._owned), chain(*sums), strict=True)), size
+
+    def _by_messages(
+        self, messages: ReplicaSums, replica: int, gradients: list[Any] | None, microbatch: int
+    ) -> tuple[dict[int, Any], int]:
+        """The same of those that are compressed."""
+        step = tf.constant(self._number_of(microbatch), tf.int64)
+        mine = None if gradients is None else [messages.encoded(replica, gradients, step)]
+        there = self._exchanged(replica, [mine] * len(self._stages))
+        found = messages.added(replica, [each for sent in there if sent is not None for each in sent], step)
+        return found, 0 if mine is None else (len(there) - 1) * messages.sent_bytes
 
     def transfers(self, stage: int, replica: int) -> Transfers:
         """The transfers of this replica's sums, recorded for this stage."""

@@ -146,7 +146,7 @@ class ProgramRunner(Stepwise):
 
     def _number_of(self, minibatch: int, settings: RunSettings) -> tf.Tensor | None:
         """That of a minibatch since training began, where random numbers of what is sent depend on it."""
-        if self._scheme.compression is None:
+        if not self._scheme.compresses:
             return None
         with tf.device(HOST):
             return tf.constant(settings.minibatches + minibatch, tf.int64)

@@ -5,12 +5,14 @@ Or each worker's steps are functions of its own, which threads call at their own
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +25,7 @@ from pipetrain.compute.transfers.message import RecordedMessage
 from pipetrain.compute.transfers.outer_step import OwnWeights
 from pipetrain.compute.transfers.step import Rows
 from pipetrain.compute.transfers.weights import Shares, Worker
+from pipetrain.logs import BELOW_BAR
 from pipetrain.run.collector import Result, Snapshot
 from pipetrain.run.control import Control, RunSettings, StoppableThread
 from pipetrain.run.gradient_exchange import Closed, here
@@ -32,6 +35,7 @@ from pipetrain.schemes.synchrony import Asynchronous
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.records import Span, Transfer, What
 
+_logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 # Weights on their way to a worker, gradients on their way to their sums, those that the next step's forward hides, and
 # weights that are returned in the step that updates them. Of a grid, activations on their way to the devices of a model
@@ -282,8 +286,13 @@ class Arrivals:
         record: the file to write, None for none.
         replay: the file to follow, None for none.
 
+    ``sets_aside``: whether a record that is there, where training begins anew, is of a run that ended before its first
+    checkpoint: it is renamed then.
+
     Raises ValueError for a file that cannot be followed, and for one that cannot be written.
     """
+
+    sets_aside = False
 
     def __init__(self, record: str | None, replay: str | None) -> None:
         self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
@@ -304,18 +313,30 @@ class Arrivals:
     def begin(self) -> None:
         """Minibatches follow. Raises ValueError for a file that has events of something else."""
         if self._file is not None and not self._is_mine and self._file.exists() and self._file.stat().st_size:
-            raise ValueError(
-                f"A record that is there is not written over. Received: record={str(self._file)!r}, which is not "
-                "empty, and training that does not go on from a checkpoint. Try another file, or remove this one."
-            )
+            if not self.sets_aside:
+                raise ValueError(
+                    f"A record that is there is not written over. Received: record={str(self._file)!r}, which is not "
+                    "empty, and training that does not go on from a checkpoint. Try another file, or remove this one."
+                )
+            aside = next(each for n in count(1) if not (each := Path(f"{self._file}.{n}")).exists())
+            self._file.rename(aside)
+            _logger.info("The record of a run without a checkpoint is %s now.", aside, extra=BELOW_BAR)
         self._is_mine = True
 
     def go_on(self, minibatches: int) -> None:
         """Training goes on from a checkpoint, after so many minibatches.
 
         All of them had been applied, and no other one was taken: the replay goes on behind them, and what was recorded
-        of later ones, which are trained on again, is left out. Raises ValueError for a record that lacks them.
+        of later ones, which are trained on again, is left out. Raises ValueError for a record that lacks them, and for
+        a replay of several trainings, each with minibatches from the first on, of which one goes on.
         """
+        taken = [each.minibatch for each in self._order if each.what == TAKEN]
+        if any(after <= before for before, after in pairwise(taken)):
+            raise ValueError(
+                "The order is of a model that was compiled anew with another optimizer, whose minibatches count from 0 "
+                f"again: where a checkpoint after {minibatches} is in it, is not known. Received: replay= with such a "
+                "file. Try a run from the beginning, or recordings of a model that is compiled once."
+            )
         if self._order:
             left, self._next = minibatches - self._order[0].minibatch, 0
             while left > 0 and (due := self.due) is not None:

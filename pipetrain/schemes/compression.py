@@ -179,7 +179,8 @@ class TopK(Compression):
         if self.momentum_correction is True and not (momentum and self.error_feedback):
             raise ValueError(
                 "Momentum correction needs error feedback, and Keras' SGD with a momentum that is not Nesterov's and "
-                "with nothing that clips or accumulates gradients; no embeddings, and a join in every step. Received: "
+                "with nothing that clips or accumulates gradients; no embeddings, and a join in every step; in "
+                "pipelines a synchronous schedule, and no weights that several layers have. Received: "
                 f"compression={self!r}. Try momentum_correction='auto'."
             )
         is_whole = self.sent_bytes((ELEMENTS,)) == ELEMENTS * FLOAT_BYTES
@@ -279,8 +280,10 @@ def check_share(share: Any) -> None:
         raise ValueError(f"A share is above 0 and at most 1. Received: share={share!r}. Try share=0.01.")
 
 
-def compression_of(given: Any) -> Compression | None:
+def compression_of(given: Any, argument: str = "compression") -> Compression | None:
     """The compression that a name, a name with a value, or an object stands for; None for none.
+
+    ``argument`` is what errors call it.
 
     Raises ValueError for a name that there is not, TypeError for what is neither.
     """
@@ -288,7 +291,7 @@ def compression_of(given: Any) -> Compression | None:
         return given
     if not isinstance(given, str):
         raise TypeError(
-            f"A compression is a name or an object. Received: compression={given!r}. "
+            f"A compression is a name or an object. Received: {argument}={given!r}. "
             f"Try one of: {', '.join(map(repr, COMPRESSIONS))}; or pipetrain.TopK(share=0.01)."
         )
     name, _, value = given.partition(":")
@@ -296,12 +299,12 @@ def compression_of(given: Any) -> Compression | None:
         return None
     if name not in COMPRESSIONS:
         raise ValueError(
-            f"Unknown compression. Received: compression={given!r}. Try one of: {', '.join((NONE, *COMPRESSIONS))}."
+            f"Unknown compression. Received: {argument}={given!r}. Try one of: {', '.join((NONE, *COMPRESSIONS))}."
         )
-    return COMPRESSIONS[name](**(_first_option(given, name, value) if value else {}))
+    return COMPRESSIONS[name](**(_first_option(given, name, value, argument) if value else {}))
 
 
-def _first_option(given: str, name: str, value: str) -> dict[str, Any]:
+def _first_option(given: str, name: str, value: str, argument: str) -> dict[str, Any]:
     kind = COMPRESSIONS[name]
     default = getattr(kind, kind.first_option, None)
     try:
@@ -310,4 +313,4 @@ def _first_option(given: str, name: str, value: str) -> dict[str, Any]:
     except ValueError:
         pass
     remedy = name if default is None else f"{name}:{default}, its {kind.first_option}"
-    raise ValueError(f"A compression's value is a number. Received: compression={given!r}. Try {remedy}.")
+    raise ValueError(f"A compression's value is a number. Received: {argument}={given!r}. Try {remedy}.")

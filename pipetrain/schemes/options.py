@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coded_reduce import Tree, checked_tree
-from pipetrain.schemes.compression import COMPRESSIONS, CUTS, Compression, check_crossing, compression_of
+from pipetrain.schemes.compression import COMPRESSIONS, CUTS, NONE, Compression, check_crossing, compression_of
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.synchrony import (
@@ -30,6 +30,7 @@ from pipetrain.schemes.synchrony import (
 from pipetrain.schemes.table import (
     AUTO,
     CODED,
+    EVERY_NAME,
     GRID,
     HORIZONS,
     PIPELINES,
@@ -43,6 +44,7 @@ from pipetrain.schemes.table import (
     takes,
 )
 from pipetrain.schemes.table import scheme as scheme_of_table
+from pipetrain.schemes.table import uncompressed as uncompressed_scheme
 from pipetrain.schemes.transfers.orders import AUTO as BEST_ORDER
 from pipetrain.schemes.transfers.orders import ORDERS, check_order, check_servers
 from pipetrain.schemes.transfers.plan import Plan
@@ -52,6 +54,7 @@ STALENESS = ("none", "predicted")  # what ``auto`` may allow of the weights that
 # workers that join their weights after some steps, workers that average theirs with neighbours', and gradients that are
 # applied a step later.
 ALLOWED = ("staleness", "compression", "local", "gossip", "stale")
+OF_PIPELINES = ("compression", "replica_compression")  # what may be compressed of these
 DEFAULT_POLICY = {  # the options of ``table.scheme``
     "horizon": HORIZONS[0],
     "spike_compensation": False,
@@ -79,7 +82,10 @@ class SchemeOptions:
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Raise ValueError, TypeError for values that the scheme cannot have."""
+        """Raise ValueError, TypeError for values that the scheme cannot have; no compression has one value, None."""
+        for each in OF_PIPELINES:
+            if getattr(self, each, None) == NONE:
+                object.__setattr__(self, each, None)
         self._check()
 
     def _check(self) -> None:
@@ -101,6 +107,16 @@ class SchemeOptions:
         """The options that are not the default, by name."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
+
+
+def check_replica_compression(given: Any, scheme: str) -> None:
+    """Raise ValueError, TypeError for no compression, and for a scheme without replicas; None is the default."""
+    lacks = scheme in EVERY_NAME and scheme not in owners("replica_compression")
+    if compression_of(given, "replica_compression") is not None and lacks:
+        raise ValueError(
+            "Only pipelines of one stage a device have replicas, which sum gradients. Received: "
+            f"replica_compression={given!r}, scheme={scheme!r}. Try leaving it out, or scheme='1f1b'."
+        )
 
 
 def check_compression(given: Any, scheme: str) -> None:
@@ -142,7 +158,31 @@ class PipelineOptions(SchemeOptions):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class AsynchronousOptions(PipelineOptions):
+class ReplicatedOptions(PipelineOptions):
+    """A pipeline of one stage a device, which may have several devices: the gradients that these sum, too."""
+
+    replica_compression: str | Compression | None = field(
+        default=None,
+        metadata=described(
+            f"of the gradients that a stage's devices sum, where it has several ({', '.join(COMPRESSIONS)}), with the "
+            "value of its first option; the weights are then others than without",
+            metavar="NAME[:VALUE]",
+            by_default="none",
+        ),
+    )
+
+    def _check(self) -> None:
+        super()._check()
+        compression_of(self.replica_compression, "replica_compression")
+
+    @property
+    def scheme(self) -> Scheme:
+        """The schedule and the policy, with these options."""
+        return super().scheme._replace(replica_compression=compression_of(self.replica_compression))
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class AsynchronousOptions(ReplicatedOptions):
     """A pipeline that never drains between minibatches."""
 
     def _check(self) -> None:
@@ -175,6 +215,8 @@ class Vanilla(AsynchronousOptions):
         compression: what becomes of activations and their gradients between stages: ``bfloat16``, ``float16``,
             ``int8`` or ``int4``, also with a block's size, ``"int8:64"``, or an object such as
             ``pipetrain.Int8(block=64)``. What has no gradients is sent as it is.
+        replica_compression: what becomes of the gradients that the devices of a stage sum, where it has several: any
+            of those that ``AllReduce`` has, such as ``int8``, ``top-k:0.01`` or ``pipetrain.PowerSGD(rank=4)``.
     """
 
     name: ClassVar[str] = "vanilla"
@@ -278,11 +320,12 @@ class TwoBW(AsynchronousOptions):
 
 
 @dataclass(frozen=True, repr=False)
-class GPipe(PipelineOptions):
+class GPipe(ReplicatedOptions):
     """``gpipe``: all forwards of a minibatch, then all backwards. Source: arXiv 1811.06965.
 
     Args:
         compression: as that of ``Vanilla``.
+        replica_compression: likewise.
     """
 
     name: ClassVar[str] = "gpipe"
@@ -310,22 +353,22 @@ class ZBH2(GPipe):
 
 
 @dataclass(frozen=True, repr=False)
-class ZBV(GPipe):
-    """``zb-v``: backwards in halves, two stages a device. Source: arXiv 2401.10241; options of ``GPipe``."""
+class ZBV(PipelineOptions):
+    """``zb-v``: backwards in halves, two stages a device. Source: arXiv 2401.10241; ``compression`` as above."""
 
     name: ClassVar[str] = "zb-v"
 
 
 @dataclass(frozen=True, repr=False)
-class VHalf(GPipe):
-    """``v-half``: as ``zb-v``, with half the memory. Source: arXiv 2405.15362; options of ``GPipe``."""
+class VHalf(PipelineOptions):
+    """``v-half``: as ``zb-v``, with half the memory. Source: arXiv 2405.15362; ``compression`` as above."""
 
     name: ClassVar[str] = "v-half"
 
 
 @dataclass(frozen=True, repr=False)
-class VMin(GPipe):
-    """``v-min``: as ``zb-v``, with a third of the memory. Source: arXiv 2405.15362; options of ``GPipe``."""
+class VMin(PipelineOptions):
+    """``v-min``: as ``zb-v``, with a third of the memory. Source: arXiv 2405.15362; ``compression`` as above."""
 
     name: ClassVar[str] = "v-min"
 
@@ -616,8 +659,8 @@ def policy_of(scheme: AnyScheme) -> dict[str, Any]:
             sent["topology"] = topology_of(scheme.topology)
         return {**DEFAULT_POLICY, **{name: str(each) for name, each in sent.items() if each is not None}}
     policy = scheme.policy if isinstance(scheme, AsynchronousOptions) else dict(DEFAULT_POLICY)
-    crossing = compression_of(scheme.compression) if isinstance(scheme, PipelineOptions | Scheme) else None
-    return policy if crossing is None else {**policy, "compression": str(crossing)}
+    found = {name: compression_of(getattr(scheme, name, None)) for name in OF_PIPELINES}
+    return {**policy, **{name: str(each) for name, each in found.items() if each is not None}}
 
 
 def scheduled(scheme: AnyScheme) -> str | Scheme:
@@ -673,8 +716,8 @@ def with_options(scheme: AnyScheme, **given: Any) -> AnyScheme:
     name = name_of(scheme)
     check_owned(given, scheme)
     if isinstance(scheme, Scheme):
-        crossing = compression_of(given.pop("compression", scheme.compression))
-        return scheme_of_table(scheme, **{**DEFAULT_POLICY, **given})._replace(compression=crossing)
+        sent: Any = {each: compression_of(given.pop(each, getattr(scheme, each))) for each in OF_PIPELINES}
+        return scheme_of_table(scheme, **{**DEFAULT_POLICY, **given})._replace(**sent)
     given = {option: value for option, value in given.items() if name in owners(option)}  # others have no effect
     if not given:
         return scheme
@@ -686,30 +729,44 @@ def with_options(scheme: AnyScheme, **given: Any) -> AnyScheme:
     return OPTIONS[name](**given)
 
 
-def compressing(scheme: AnyScheme, compression: str | Compression | None) -> AnyScheme:
-    """The scheme with this compression of what crosses its cuts, if it is a pipeline that has none yet."""
+def compressing(scheme: AnyScheme, **sent: str | Compression | None) -> AnyScheme:
+    """The scheme with these compressions, see ``OF_PIPELINES``, as far as it is a pipeline that has none yet."""
     is_pipeline = isinstance(scheme, Scheme) or name_of(scheme) in PIPELINES
-    if compression_of(compression) is None or not is_pipeline or name_of(scheme) in UNCUT:
+    mine = {name: compression_of(each) for name, each in sent.items()} if is_pipeline else {}
+    wanted = {
+        name: sent[name]
+        for name, each in mine.items()
+        if each is not None
+        and (isinstance(scheme, Scheme) or name_of(scheme) in owners(name))
+        and (isinstance(scheme, str) or getattr(scheme, name) is None)
+    }
+    if not wanted:
         return scheme
-    if isinstance(scheme, PipelineOptions | Scheme) and scheme.compression is not None:
-        return scheme
-    if isinstance(scheme, PipelineOptions):
-        return replace(scheme, compression=compression)
-    return with_options(scheme, compression=compression)
+    return replace(scheme, **wanted) if isinstance(scheme, SchemeOptions) else with_options(scheme, **wanted)
 
 
-def each_compressing(schemes: Sequence[AnyScheme], compression: str | Compression | None) -> list[AnyScheme]:
-    """The schemes with this compression of what crosses their cuts; as they are if it is of others' gradients alone."""
+def each_compressing(
+    schemes: Sequence[AnyScheme],
+    compression: str | Compression | None,
+    replica_compression: str | Compression | None = None,
+) -> list[AnyScheme]:
+    """The schemes with these compressions; cuts have none if it is of others' gradients alone."""
     if any(name_of(each) in TRANSFERRING for each in schemes) and type(compression_of(compression)) not in CUTS:
-        return [*schemes]
-    return [compressing(each, compression) for each in schemes]
+        compression = None
+    return [compressing(each, compression=compression, replica_compression=replica_compression) for each in schemes]
+
+
+def compressions_of(scheme: AnyScheme) -> list[Compression]:
+    """All that it compresses by."""
+    found = [compression_of(getattr(scheme, name, None)) for name in OF_PIPELINES]
+    return [each for each in found if each is not None]
 
 
 def uncompressed(scheme: AnyScheme) -> AnyScheme:
-    """The scheme, whose cuts, if it has any, are crossed by what there is."""
+    """The scheme, of which, if it is a pipeline, all arrives as it is sent."""
     if isinstance(scheme, PipelineOptions):
-        return replace(scheme, compression=None)
-    return scheme._replace(compression=None) if isinstance(scheme, Scheme) else scheme
+        return replace(scheme, **{each: None for each in OF_PIPELINES if scheme.name in owners(each)})
+    return uncompressed_scheme(scheme) if isinstance(scheme, Scheme) else scheme
 
 
 def check_owned(given: Mapping[str, Any], *schemes: AnyScheme) -> None:
@@ -750,6 +807,7 @@ CHECKS: dict[str, Callable[[Any, str], object]] = {
     "chunks": lambda chunks, scheme: chunked(scheme, chunks),
     "grid": check_grid,
     "compression": check_compression,
+    "replica_compression": check_replica_compression,
     "order": check_order,
     "servers": check_servers,
     "synchrony": check_synchrony,
@@ -766,7 +824,7 @@ def _check_children(given: Mapping[str, Any]) -> None:
 
 
 def _is_left_out(name: str, value: Any) -> bool:
-    default = DEFAULT_POLICY.get(name)
+    default = NONE if name in OF_PIPELINES else DEFAULT_POLICY.get(name)
     return value is None or (type(value) is type(default) and value == default)
 
 

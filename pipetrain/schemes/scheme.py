@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipetrain.schemes.compression import Compression, check_crossing
+from pipetrain.schemes.compression import Compression, check_crossing, compression_of
 from pipetrain.schemes.policies import OneTargetPolicy, Policy, Read, Reader, stretch
 from pipetrain.schemes.schedules import Schedule
 
@@ -56,7 +56,8 @@ class Scheme(NamedTuple):
     ``trains``: whether every forward is followed by a backward. ``splits``: whether minibatches are divided into
     microbatches. ``fits``: whether predictions use a fitted multiple of the velocity. ``spikes`` and ``rescale_steps``:
     spike compensation, and the steps over which rates are rescaled by staleness (0: not). ``least(N)``: the fewest
-    microbatches with N stages, where minibatches are divided. ``compression``: of what crosses the cuts.
+    microbatches with N stages, where minibatches are divided. ``compression``: of what crosses the cuts;
+    ``replica_compression``: of the gradients that the replicas of a stage sum.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Scheme(NamedTuple):
     rescale_steps: int = 0
     least: Callable[[int], int] = one
     compression: Compression | None = None
+    replica_compression: Compression | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -78,6 +80,11 @@ class Scheme(NamedTuple):
     def asynchronous(self) -> bool:
         """Whether several minibatches are in flight at once."""
         return not self.schedule.flushes
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything arrives otherwise than it was sent."""
+        return self.compression is not None or self.replica_compression is not None
 
     @property
     def synchronous(self) -> bool:
@@ -105,11 +112,18 @@ class Scheme(NamedTuple):
                 f"policy={self.policy!r}, scheme={self.name!r}. Try one like policies.VanillaPolicy()."
             )
         check_crossing(self.compression, self.name)
-        if isinstance(self.compression, str):
-            raise TypeError(
-                f"A scheme has the compression itself. Received: compression={self.compression!r}, "
-                f"scheme={self.name!r}. Try pipetrain.Int8()."
+        compression_of(self.replica_compression, "replica_compression")
+        if self.replica_compression is not None and self.schedule.chunks > 1:
+            raise ValueError(
+                "A schedule of several stages a device has no replicas. Received: "
+                f"replica_compression={self.replica_compression!r}, scheme={self.name!r}. Try leaving it out."
             )
+        for name in ("compression", "replica_compression"):
+            if isinstance(given := getattr(self, name), str):
+                raise TypeError(
+                    f"A scheme has the compression itself. Received: {name}={given!r}, scheme={self.name!r}. "
+                    "Try pipetrain.Int8()."
+                )
         try:
             hash(self)
         except TypeError as error:

@@ -122,11 +122,16 @@ def is_known(chosen: Scheme) -> bool:
     return (chosen.schedule, type(chosen.policy)) in parts | {(ASYNCHRONOUS, each) for each in others}
 
 
+def uncompressed(scheme: Scheme) -> Scheme:
+    """The same, of which all arrives as it is sent."""
+    return scheme._replace(compression=None, replica_compression=None)
+
+
 def check_name(name: object) -> str:
     """``name``, or that of a ``Scheme``; ValueError with the valid names otherwise, or what the scheme lacks."""
     if isinstance(name, Scheme):
         name.check()
-        if name.name in EVERY_NAME and PIPELINES.get(name.name) != name._replace(compression=None):
+        if name.name in EVERY_NAME and PIPELINES.get(name.name) != uncompressed(name):
             raise ValueError(
                 f"There is another scheme of this name. Received: scheme={name.name!r}. Try a name of its own."
             )

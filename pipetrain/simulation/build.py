@@ -87,6 +87,42 @@ class Server:
         return [(self._network.send(route, self._size_bytes, now), n) for n, route in self._out.items()]
 
 
+class MessageExchange:
+    """Each replica sends its gradients as a message to every other when it has them, and updates its own weights.
+
+    Args:
+        network: the links.
+        stations: the numbers of the stage's replicas.
+        devices: theirs.
+        size_bytes: of a message.
+    """
+
+    def __init__(self, network: Network, stations: Sequence[int], devices: Sequence[int], size_bytes: int) -> None:
+        self._network, self._size_bytes, replicas = network, size_bytes, len(devices)
+        self._stations, self._entered, self._there_s = stations, 0, dict.fromkeys(stations, 0.0)
+        self._routes = {
+            n: [(m, network.route(device, other)) for m, other in zip(stations, devices, strict=True) if m != n]
+            for n, device in zip(stations, devices, strict=True)
+        }
+        self.sent_bytes = [(replicas - 1) * size_bytes] * replicas
+
+    def enter(self, station: int, now: float) -> Due:
+        """Its messages leave; when those of all are on their way, it is known when each has all of them."""
+        self._entered += 1
+        self._there_s[station] = max(self._there_s[station], now)
+        for other, route in self._routes[station]:
+            self._there_s[other] = max(self._there_s[other], self._network.send(route, self._size_bytes, now))
+        if self._entered < len(self._stations):
+            return []
+        self._entered, due = 0, [(there_s, n) for n, there_s in self._there_s.items()]
+        self._there_s = dict.fromkeys(self._stations, 0.0)
+        return due
+
+    def updated(self, station: int, now: float) -> Due:
+        """Nobody waits for it."""
+        return []
+
+
 def _others(stations: Sequence[int], devices: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(stations, devices, strict=True))[1:]
 
@@ -230,11 +266,18 @@ class StationBuilder:
 
     def _replicate(self) -> None:
         """Where a stage has several replicas, they sum gradients."""
-        kind = Ring if self._options.reduction == "ring" else Server
+        compression, is_ring = self._scheme.replica_compression, self._options.reduction == "ring"
+        if compression is not None and not is_ring:
+            raise ValueError(
+                "Replicas send compressed gradients to each other. Received: reduction='server', "
+                f"replica_compression={str(compression)!r}. Try reduction='ring', or no compression."
+            )
+        kind = MessageExchange if compression is not None else Ring if is_ring else Server
         for stage, plan in enumerate(self._stages):
             devices, numbers = self._devices[self._place(stage)], self._numbers[self._place(stage)]
             if len(devices) > 1:
-                reduction = kind(self._network, numbers, devices, plan.weight_bytes)
+                size_bytes = plan.weight_bytes if compression is None else plan.summed_bytes(compression)
+                reduction = kind(self._network, numbers, devices, size_bytes)
                 for n in numbers:
                     self.stations[n].reduction = reduction
 

@@ -120,6 +120,7 @@ def compare(
     grid: object = None,
     servers: int | None = None,
     compression: str | Compression | None = None,
+    replica_compression: str | Compression | None = None,
     synchrony: str | Synchrony | None = None,
     topology: str | Gossip | None = None,
     **options: Any,
@@ -144,6 +145,7 @@ def compare(
         grid: of the scheme of this name; by default the one that sends the least.
         servers: of ``parameter-server``, on as many of the devices; by default on all.
         compression: of the gradients of those schemes that order their transfers, and of what crosses pipelines' cuts.
+        replica_compression: of the gradients that the devices of a pipeline's stage sum.
         synchrony: of ``all-reduce``; of ``parameter-server`` if it is ``stale``.
         topology: of ``all-reduce``.
         options: of ``simulate``.
@@ -152,7 +154,7 @@ def compare(
         ValueError: what cannot be planned or simulated; ``microbatches`` where none of the schemes splits minibatches.
     """
     cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
-    schemes = each_compressing(schemes, compression)
+    schemes = each_compressing(schemes, compression, replica_compression)
     split = {scheme: splits(training.under(scheme).scheme) for scheme in schemes}
     for scheme in [each for each in schemes if split[each]] or schemes:
         check_microbatches(microbatches, training.under(scheme).scheme)

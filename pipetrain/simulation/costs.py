@@ -12,7 +12,7 @@ from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.cost import PREDICTING
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import StagePlan
-from pipetrain.schemes.actions import OPERATIONS, Action
+from pipetrain.schemes.actions import OPERATIONS, Action, Operation
 from pipetrain.schemes.schedules import has_halves, joined
 from pipetrain.schemes.scheme import Scheme
 
@@ -152,14 +152,25 @@ class StageCosts:
         whole_s = operation.forward * plan.forward_s + operation.early * early_s + operation.late * late_s
         often = dict(zip(("forward", "backward"), self._predictions(stage), strict=True))
         predicting_s = sum(PREDICTING * plan.update_s / speed * often[way] for way in operation.reads)
+        predicting_s += self._coding_s(stage, operation, rows / self._batch_size) / speed
         once = adding.in_one_call or self._products_once(stage)
         adding_s = ADDING * plan.update_s * self._summed(stage, once) / speed if adding.adds else 0.0
         return self._overhead_s + (whole_s * rows / self._batch_size / speed + adding_s + predicting_s)
 
+    def _coding_s(self, stage: int, operation: Operation, part: float) -> float:
+        """Seconds to decode what comes to an operation, and to encode what it makes, of such a part of the rows."""
+        if self._scheme.compression is None:
+            return 0.0
+        before = self._stages[stage - 1].coding_s if stage else (0.0, 0.0)
+        after = self._stages[stage].coding_s  # none of the last one
+        return part * (operation.forward * (before[1] + after[0]) + operation.early * (after[1] + before[0]))
+
     def update_s(self, stage: int) -> float:
         """Seconds of a stage's update, with the weight gradients that are made or sent to other stages only then."""
         plan = self._stages[stage]
-        return plan.update_s + plan.summing_s + (plan.product_s if self._products_once(stage) else 0.0)
+        messages_s = plan.messages_s if self._scheme.replica_compression is not None else 0.0
+        late_s = plan.product_s if self._products_once(stage) else 0.0
+        return plan.update_s + plan.summing_s + messages_s + late_s
 
     def _products_once(self, stage: int) -> bool:
         """Whether weight gradients that are products over rows wait for the minibatch's last microbatch.

@@ -121,7 +121,7 @@ class Chooser:
             ways = [one, *self._copied, *self._pipelines(), *self._hybrids("1f1b", self._counts())]
             compressions = (None, CROSSING) if "compression" in self._allow else (None,)
             for compression in compressions if "staleness" in self._allow else ():
-                ways += self._predicted(compressing(TARGET, compression))
+                ways += self._predicted(compressing(TARGET, compression=compression))
             ways += self._sending_less()
             ways += self._crossed_by_less() if "compression" in self._allow else ()
         if as_set is not None:
@@ -160,7 +160,7 @@ class Chooser:
         arguments |= {"replicas": cut.replicas} if max(cut.replicas) > 1 else {}
         arguments |= {"microbatches": training.microbatches} if training.chosen.splits else {}
         kind = "hybrid" if max(cut.replicas) > 1 else "pipeline"
-        is_exact = not training.chosen.asynchronous and training.chosen.compression is None
+        is_exact = not training.chosen.asynchronous and not training.chosen.compresses
         return self._way(kind, cut, **arguments)._replace(is_set=True, is_exact=is_exact), cut
 
     def _uncut(self, scheme: AnyScheme, name: str) -> tuple[Way, Partition]:
@@ -215,13 +215,13 @@ class Chooser:
                     yield way._replace(is_exact=False, family=f"all-reduce, {compression}, {synchrony}, {topology}")
 
     def _crossed_by_less(self) -> Iterator[Way]:
-        """1F1B with compressed cuts, of one device a stage and of several."""
-        depth, scheme = self._depth(), compressing("1f1b", CROSSING)
+        """1F1B with compressed cuts, of one device a stage and of several, whose sums are then compressed, too."""
+        depth, scheme = self._depth(), compressing("1f1b", compression=CROSSING)
         counts = microbatch_counts(depth, depth, self._profile.batch_size)
         if depth > 1 and counts:
             way = fastest_of([*self._with_each(scheme, counts)])
             yield way._replace(is_exact=False, family=_family(scheme))
-        yield from self._hybrids(scheme, self._counts())
+        yield from self._hybrids(compressing(scheme, replica_compression=CROSSING), self._counts())
 
     def _pipelines(self) -> Iterator[Way]:
         """Each synchronous schedule with the microbatches that suit it, as far as there are blocks for its stages.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster
-from pipetrain.plan.profile import Profile
+from pipetrain.plan.profile import Profile, squarish
 from pipetrain.schemes.compression import FLOAT_BYTES, Compression, compression_of
 from pipetrain.schemes.synchrony import (
     RING,
@@ -61,8 +61,8 @@ def simulate_order(
         servers: on how many of the devices the weights are, from the first one on, each layer's on one; by default on
             all, and then, where they share their memory, an equal part of every variable on each, which is how
             TensorFlow's threads work.
-        compression: of gradients; a block's are taken for one matrix, as near to a square as can be, and what encoding
-            them takes is left out.
+        compression: of gradients; a block's are taken for one matrix, as near to a square as can be. What it takes
+            is counted if the profile has it.
         synchrony: how often weights are joined, or when gradients are applied.
         topology: of ``all-reduce``: who sends to whom.
         options: of ``simulate_plan``.
@@ -80,12 +80,6 @@ def simulate_order(
     setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers, compression, synchrony, topology)
     plan = auto(setting) if order == AUTO else ORDERS[order](setting.workload, setting.serves)
     return simulate_plan(setting, plan, max(minibatches, setting.join_steps), **options)
-
-
-def squarish(elements: int) -> tuple[int, int]:
-    """The sides of a matrix of about so many elements."""
-    side = max(1, math.isqrt(elements))
-    return side, max(1, round(elements / side))
 
 
 def setting_of(
@@ -115,6 +109,7 @@ def setting_of(
     compressing, gradient_bytes = compression_of(compression), None
     if compressing is not None:
         gradient_bytes = tuple(compressing.sent_bytes(squarish(each // FLOAT_BYTES)) for each in workload.sizes_bytes)
+        workload = coded(workload, profile, compressing, workers, joining)
     return Setting(
         workload,
         workers,
@@ -129,6 +124,27 @@ def setting_of(
         topology=sends,
         is_stale=isinstance(joining, Stale),
     )
+
+
+def coded(
+    workload: Workload, profile: Profile, compression: Compression, workers: int, synchrony: Synchrony | None
+) -> Workload:
+    """The same with what the compression takes: before a layer's gradients leave, and when those of all are there.
+
+    Of workers that join their weights after some steps it is that part of it in each step.
+    """
+    coding = profile.coding(compression)
+    if coding is None:
+        return workload
+    layers, steps = [], synchrony.steps if isinstance(synchrony, LocalSGD) else 1
+    for layer, own in zip(workload.layers, workload.owned, strict=True):
+        before_s = after_s = 0.0
+        for n in own:
+            elements = workload.sizes_bytes[n] / FLOAT_BYTES
+            both = coding.summing_s(elements, workers, compression.error_feedback)
+            before_s, after_s = before_s + both[0] / steps, after_s + both[1] / steps
+        layers.append(replace(layer, backward_s=layer.backward_s + before_s, update_s=layer.update_s + after_s))
+    return replace(workload, layers=tuple(layers))
 
 
 def workload_of(profile: Profile, workers: int, message: Message) -> Workload:

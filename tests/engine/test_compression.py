@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import keras
+import networks
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.profiling.profiler import profile
 from pipetrain.compute.transfers.compression import CODECS, TENSORS, CutMessages, OwnCodec, codec_of, uniform
 from pipetrain.schemes.compression import (
     COMPRESSIONS,
@@ -229,3 +231,11 @@ def test_messages_over_a_cut_bring_what_those_of_known_sizes_do(options, dtype, 
         and other.shape == value.shape
         and (options.name[0] != "i" or rows == 0 or (up != other).numpy().any())
     )
+
+
+def test_a_profile_says_what_compressions_take():
+    """A million numbers take longer than a few, and no time is negative."""
+    made = profile(networks.mlp(2, 16), 8, verbose=False, compressions=("bfloat16", "int8:64", "none"))
+    assert [each.compression for each in made.codings] == ["bfloat16", "int8:64"]
+    for each in made.codings:
+        assert 0 <= each.encoding_s(1000) < each.encoding_s(1e7) and 0 <= each.decoding_s(1000) < each.decoding_s(1e7)

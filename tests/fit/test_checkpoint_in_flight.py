@@ -325,7 +325,7 @@ OTHERWISE |= {
 ONCE = ("spectrain", "spectrain, tied, adam", "spectrain, schedule", "2bw", "vanilla, words")
 
 
-@pytest.mark.parametrize("way", parameters.by_default(WAYS, "spectrain, schedule", wide=ONCE))
+@pytest.mark.parametrize("way", parameters.by_default(WAYS, wide=ONCE))
 def test_in_another_layout_every_step_is_seen_once(way, train, tmp_path):
     """Though stages had come further: with the updates and the rate that it has in a run that nobody stopped."""
     whole, before, after = Seen(), Seen(), Seen()

@@ -12,6 +12,7 @@ import time
 import inside
 import networks
 import numpy as np
+import parameters
 import pytest
 import sharded
 import tensorflow as tf
@@ -56,8 +57,9 @@ def clear(folder):
     folder.mkdir()
 
 
-@pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
-@pytest.mark.parametrize("stop_after", [2, 17])
+@pytest.mark.parametrize(
+    ("scheme", "stop_after"), [("spectrain", 17), ("1f1b", 2), *parameters.widely(("spectrain", 2), ("1f1b", 17))]
+)
 def test_what_a_lost_host_held_comes_from_its_neighbour(scheme, stop_after, hosts, tmp_path):
     whole, _ = run(None, every_steps=None, scheme=scheme)
     fit(tmp_path / "checkpoints", stop_after, scheme=scheme)

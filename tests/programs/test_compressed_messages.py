@@ -42,6 +42,18 @@ def test_as_many_bytes_cross_a_cut_as_are_planned():
 @NEEDS_HOSTS
 @pytest.mark.wide
 @pytest.mark.timeout(600)
+def test_replicas_send_as_many_bytes_as_are_planned():
+    """Of all three hosts together, within 5%, and 10 KB of each host that a step's calls have of their own."""
+    for name, each in figures(3, "replica_compression", "int8", "top-k").items():
+        (sent,), planned = each["sent"], each["planned"]
+        told = f"{name}: {sent:.0f} bytes sent in a step, {planned} planned"
+        print(told)
+        assert sent == pytest.approx(planned, rel=0.05, abs=30_000), told
+
+
+@NEEDS_HOSTS
+@pytest.mark.wide
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("workers", "option", "names"),
     [(2, "compression", (NONE, *COMPRESSIONS)), (3, "topology", ("direct", "ring", "gossip"))],

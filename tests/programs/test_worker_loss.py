@@ -132,6 +132,14 @@ def test_fit_says_which_worker_was_killed():
     assert found["threads"] == [] and found["kept"]
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("idle_s", [0, 8])
+def test_a_worker_that_is_lost_while_orders_are_tried_is_said(idle_s):
+    """What the optimizer gathered on it is not put back, which TensorFlow would let wait without end."""
+    found = lost(signal.SIGKILL, "trial", "all-reduce", str(idle_s))
+    assert found["workers"] == [0] and found["kept"] and found["threads"] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("idle_s", [2, 6, 9])
 @pytest.mark.parametrize(("method", "scheme"), LATE_CALLS)

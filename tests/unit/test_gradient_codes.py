@@ -8,6 +8,7 @@ from functools import partial
 from itertools import combinations
 
 import numpy as np
+import parameters
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -161,7 +162,9 @@ def test_the_amplification_is_that_of_the_worst_set_of_stragglers(children, data
         assert amplification(chosen) == pytest.approx(max(found), rel=1e-6)
 
 
-@pytest.mark.parametrize(("children", "stragglers"), [(9, 2), (84, 4), (84, 10), (156, 6), (401, 1), (9, 4)])
+@pytest.mark.parametrize(
+    ("children", "stragglers"), [(9, 2), (84, 4), (84, 10), (156, 6), (9, 4), *parameters.widely((401, 1))]
+)
 def test_children_are_in_blocks_that_have_codes_of_their_own(children, stragglers):
     """As many as there can be; each bears s stragglers, so that few parts are missing and codes well-conditioned."""
     chosen = code(children, stragglers)

@@ -25,6 +25,7 @@ GIVEN = {  # what is written, and what it means
     "chunks": ("3", 3),
     "order": ("tic", "tic"),
     "compression": ("int8:64", "int8:64"),
+    "replica_compression": ("top-k:0.1", "top-k:0.1"),
     "synchrony": ("stale:1", "stale:1"),
     "topology": ("gossip:torus", "gossip:torus"),
     "servers": ("2", 2),
@@ -42,6 +43,7 @@ WRONG = {
     "chunks": ["0"],
     "order": ["fifo"],
     "compression": ["top-k:2"],
+    "replica_compression": ["int9"],
     "synchrony": ["local:0"],
     "topology": ["gossip:star"],
     "servers": ["none"],
@@ -145,8 +147,12 @@ def test_a_command_line_has_options_and_words_of_its_own():
 @pytest.mark.parametrize(
     ("command", "wanted"),
     [
-        ("plan", "horizon chunks compression staleness allow"),
-        ("simulate", "horizon chunks order compression synchrony topology servers children depth stragglers grid"),
+        ("plan", "horizon chunks compression replica_compression staleness allow"),
+        (
+            "simulate",
+            "horizon chunks order compression replica_compression synchrony topology servers children depth stragglers "
+            "grid",
+        ),
         ("schedule", "chunks"),
     ],
 )
@@ -160,7 +166,7 @@ def test_help_lists_options_under_their_schemes(command, wanted, capsys, monkeyp
     assert [line.rstrip(":") for line in said.splitlines() if line.startswith("options of ")] == titles
     parts = {part.partition(":\n")[0]: part for part in re.split(r"^(?=options of )", said, flags=re.M)[1:]}
     for option, ((group, _),) in flags(expected).items():
-        assert f"\n  --{option} " in parts[group.title]
+        assert f"\n  --{option.replace('_', '-')} " in parts[group.title]
 
 
 def test_lists_are_as_wide_as_the_terminal(monkeypatch):

@@ -15,6 +15,7 @@ from pipetrain.schemes.options import (
     OPTIONS,
     AsynchronousOptions,
     check_owned,
+    compressing,
     flat,
     name_of,
     options_of,
@@ -34,6 +35,7 @@ VALUES = {
     "chunks": 3,
     "order": "tic",
     "compression": "int8:64",
+    "replica_compression": "top-k:0.1",
     "synchrony": "stale:1",
     "topology": "gossip:torus",
     "servers": 2,
@@ -145,3 +147,18 @@ def test_schemes_are_told_as_a_program_would_write_them():
     assert written(given).startswith("pipetrain.AllReduce(compression=pipetrain.TopK(share=0.1")
     assert "synchrony=pipetrain.LocalSGD(steps=4" in written(given)
     assert flat(pipetrain.OneFOneB(compression=pipetrain.Int8(64))) == {"scheme": "1f1b", "compression": "int8:64"}
+
+
+def test_no_compression_is_one_value():
+    assert pipetrain.OneFOneB(compression="none", replica_compression="none") == pipetrain.OneFOneB()
+    assert pipetrain.AllReduce(compression="none") == pipetrain.AllReduce()
+    assert pipetrain.AllReduce(compression="none", topology="ring").compression is None
+    assert with_options("1f1b", compression="none") == "1f1b" and with_options("single", compression="none") == "single"
+
+
+def test_sums_of_a_scheme_of_ones_own_are_compressed():
+    own = with_options(scheme("1f1b")._replace(name="own"), replica_compression="int8")
+    assert own.compresses and own.compression is None and str(own.replica_compression) == "int8"
+    assert compressing(own, compression="int4").compression is not None
+    with pytest.raises(ValueError, match=r"no replicas.*replica_compression=Int8"):
+        own._replace(schedule=scheme("interleaved").schedule).check()

@@ -20,15 +20,17 @@ import pipetrain
 from pipetrain.cli import main as command_line
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level, Link
 from pipetrain.plan.memory import Training
-from pipetrain.plan.partition import plan
-from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.plan.partition import partition, plan
+from pipetrain.plan.profile import BlockProfile, Coding, Profile
 from pipetrain.schemes import ScheduleError, dry_run, schedules
 from pipetrain.schemes.actions import Action
+from pipetrain.schemes.compression import Int8
 from pipetrain.schemes.options import OneFOneB, SpecTrain
 from pipetrain.schemes.table import NAMES, SCHEMES
 from pipetrain.simulation import pipeline, simulator
 from pipetrain.simulation.build import StationBuilder
 from pipetrain.simulation.comparison import compare
+from pipetrain.simulation.profiled import setting_of, simulate_order
 from pipetrain.simulation.simulator import simulate
 from pipetrain.simulation.stations import Station, StationWork
 from pipetrain.trace.idle import idle, pauses
@@ -616,6 +618,64 @@ def test_simulate_on_the_command_line(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         command_line.main(["simulate", "--help"])
     assert '"contention": "port"' in capsys.readouterr().out
+
+
+def test_what_replicas_sum_is_compressed():
+    """Each sends its message to all others; in a plan it takes as long, and the memory of what is kept."""
+    size, slow, int8 = 4 * 32 * 1000, joined_by(1e6), OneFOneB(replica_compression="int8")
+    sent = int8.scheme.replica_compression.sent_bytes((size // 4,))
+    profile = chain(2)
+    profile = replace(
+        profile, blocks=tuple(replace(each, weight_bytes=size, output_bytes=4) for each in profile.blocks)
+    )
+    for replicas in ((2, 1), (3, 1)):
+        found = []
+        for way in ("1f1b", int8, OneFOneB(replica_compression="int4")):
+            devices, training = sum(replicas), Training(way, microbatches=2)
+            parts = partition(profile, devices, slow, replicas=replicas, training=training)
+            trace = simulate(parts, way, slow, 4)
+            found.append((parts.stages[0], trace.step_s, [t.size_bytes for t in trace.transfers if t.op == "R"]))
+        (plain, plain_s, _), (coded, coded_s, sizes), (_, least_s, _) = found
+        assert {*sizes} == {(replicas[0] - 1) * coded.summed_bytes(int8.scheme.replica_compression)}
+        assert coded.summed_bytes(int8.scheme.replica_compression) == pytest.approx(sent, rel=0.01)
+        assert least_s < coded_s < plain_s and coded.total_s < plain.total_s
+        assert coded.memory_bytes == plain.memory_bytes + size and coded.sent_bytes < plain.sent_bytes
+    with pytest.raises(ValueError, match="reduction='server'"):
+        simulate(parts, int8, slow, 4, reduction="server")
+
+
+def test_what_compressions_take_is_counted_where_it_was_measured():
+    size, slow = 4 * 32 * 1000, joined_by(1e6)
+    blocks = tuple(replace(each, weight_bytes=size, output_bytes=size) for each in chain(2).blocks)
+    plain = replace(chain(2), blocks=blocks)
+    each_s = 1e-6 * size / 4  # of encoding what crosses, and of decoding half as much
+    known = replace(plain, codings=(Coding("int8", (0.0, 1e-6), (0.0, 0.5e-6)),))
+    assert Profile.from_json(known.to_json()) == known
+    assert (
+        known.faster(2).coding(Int8()).encoding_s(2e6) == 1.0 and known.coding(Int8(64)) is plain.coding(Int8()) is None
+    )
+    crossing, summed = OneFOneB(compression="int8"), OneFOneB(replica_compression="int8")
+    for way, devices, replicas, counted in (
+        ("1f1b", 2, (1, 1), [0.0, 0.0]),
+        (crossing, 2, (1, 1), [1.5 * each_s] * 2),
+        (summed, 3, (2, 1), [each_s + 2 * 0.5 * each_s, 0.0]),
+    ):
+        parts = [
+            partition(each, devices, slow, replicas=replicas, training=Training(way, microbatches=2))
+            for each in (plain, known)
+        ]
+        longer = [b.total_s - a.total_s for a, b in zip(*(each.stages for each in parts), strict=True)]
+        assert longer == pytest.approx(counted, abs=1e-9)
+        first_s, second_s = (simulate(each, way, slow, 4).step_s for each in parts)
+        assert second_s - first_s >= max(counted) / 2 if way != "1f1b" else first_s == second_s
+    for feedback, part in ((False, 1 + 3 * 0.5), (True, 1.5 + 3 * 0.5)):
+        options = Int8(error_feedback=feedback)
+        setting = [setting_of(each, "all-reduce", 3, slow, compression=options) for each in (plain, known)]
+        seconds = [sum(a.backward_s + a.update_s for a in each.workload.layers) for each in setting]
+        assert seconds[1] - seconds[0] == pytest.approx(2 * part * each_s)
+    assert simulate_order(known, "all-reduce", 2, slow, compression="int8").step_s > (
+        simulate_order(plain, "all-reduce", 2, slow, compression="int8").step_s
+    )
 
 
 def test_what_crosses_the_cuts_is_compressed():

@@ -19,13 +19,23 @@ from transfer_models import words
 import pipetrain
 from pipetrain.compute.functions.split import size_bytes
 from pipetrain.compute.functions.stage_values import BoundaryTensors
-from pipetrain.compute.transfers.compression import TENSORS, CutMessages, uniform
+from pipetrain.compute.transfers.compression import OF_REPLICAS, TENSORS, CutMessages, uniform
 from pipetrain.schemes.compression import COMPRESSIONS, CUTS, Compression, Int8, TopK, compression_of
-from pipetrain.schemes.splitting import microbatch_rows
+from pipetrain.schemes.splitting import microbatch_rows, rows_of
 
 EVERY = tuple(COMPRESSIONS)
 DEVICES = ("CPU:0", "CPU:1", "CPU:2")
 DATA = networks.data(70)
+
+
+EIGHTH = TopK(share=1 / 8)
+AS_WORKERS = {"scheme": pipetrain.AllReduce(order="none", compression=EIGHTH)}
+AS_REPLICAS = {
+    "scheme": pipetrain.OneFOneB(replica_compression=EIGHTH),
+    "stages": 1,
+    "replicas": (2,),
+    "microbatches": 1,
+}
 
 
 def trained(scheme="all-reduce", data=DATA, model=None, optimizer=None, **settings):
@@ -54,16 +64,15 @@ def test_all_elements_are_no_compression(scheme):
     networks.assert_equal(whole, trained(scheme, order="layerwise").get_weights())
 
 
-def test_weights_are_those_of_a_straight_line_of_numpy():
+@pytest.mark.parametrize("way", [AS_WORKERS, AS_REPLICAS])
+def test_weights_are_those_of_a_straight_line_of_numpy(way):
     """A layer without a bias, two devices, the mean squared error, SGD, the largest eighth with error feedback."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(48, 8)).astype("float32"), rng.normal(size=(48, 4)).astype("float32")
     layer = keras.layers.Dense(4, use_bias=False)
     model = keras.Sequential([keras.Input((8,)), layer])
     weights, rate = layer.get_weights()[0].astype(np.float64), 0.1
-    pm = pipetrain.PipelineModel(
-        model, scheme=pipetrain.AllReduce(order="none", compression=TopK(share=1 / 8)), devices=DEVICES[:2]
-    )
+    pm = pipetrain.PipelineModel(model, devices=DEVICES[:2], **way)
     pm.compile(keras.optimizers.SGD(rate), "mse")
     pm.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     left = np.zeros((2, 8, 4))
@@ -115,7 +124,10 @@ def test_what_was_sent_and_what_is_left_are_all_gradients(scheme, compression):
 @pytest.mark.parametrize(
     ("scheme", "compression"),
     parameters.combinations(
-        ("all-reduce", "parameter-server"), EVERY, default=[("all-reduce", "int4"), ("parameter-server", "power-sgd")]
+        ("all-reduce", "parameter-server"),
+        EVERY,
+        default=[("parameter-server", "power-sgd")],
+        wide=[("all-reduce", "int4")],
     ),
 )
 def test_a_run_that_is_stopped_goes_on_bitwise(scheme, compression, tmp_path):
@@ -127,15 +139,15 @@ def test_a_run_that_is_stopped_goes_on_bitwise(scheme, compression, tmp_path):
     networks.assert_equal(again.get_weights(), whole.get_weights())
 
 
-def test_momentum_is_that_of_each_device_where_few_elements_are_sent():
+@pytest.mark.parametrize("way", [AS_WORKERS, AS_REPLICAS])
+def test_momentum_is_that_of_each_device_where_few_elements_are_sent(way):
     """A layer without a bias, two devices, SGD with momentum, which devices sum; what is sent leaves their sums."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(48, 8)).astype("float32"), rng.normal(size=(48, 4)).astype("float32")
     layer = keras.layers.Dense(4, use_bias=False)
     model = keras.Sequential([keras.Input((8,)), layer])
     weights = layer.get_weights()[0].astype(np.float64)
-    way = pipetrain.AllReduce(order="none", compression=TopK(share=1 / 8))
-    pm = pipetrain.PipelineModel(model, scheme=way, devices=DEVICES[:2])
+    pm = pipetrain.PipelineModel(model, devices=DEVICES[:2], **way)
     pm.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
     pm.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     left, velocity = np.zeros((2, 32)), np.zeros((2, 32))
@@ -297,7 +309,8 @@ def furthest(first, second):
     parameters.combinations(
         [*PIPELINES],
         (*CROSSING, "int8:5"),
-        default=[("1f1b", "int8"), ("zb-v", "int4"), ("spectrain", "int8:5"), ("2bw", "bfloat16")],
+        default=[("1f1b", "int8"), ("2bw", "bfloat16")],
+        wide=[("zb-v", "int4"), ("spectrain", "int8:5")],
     ),
 )
 def test_weights_with_compressed_cuts_are_those_of_the_reference(scheme, name):
@@ -307,7 +320,7 @@ def test_weights_with_compressed_cuts_are_those_of_the_reference(scheme, name):
     assert furthest(weights, expected) < 0.3 * apart and apart > 1e-5
 
 
-@pytest.mark.parametrize("scheme", parameters.by_default(("1f1b", "spectrain"), "1f1b", wide=("spectrain",)))
+@pytest.mark.parametrize("scheme", parameters.by_default(("1f1b", "spectrain"), wide=("1f1b", "spectrain")))
 def test_threads_send_what_functions_do_and_no_compression_is_none(scheme, monkeypatch):
     plain = piped(scheme, None).get_weights()
     networks.assert_equal(piped(scheme, "none").get_weights(), plain)
@@ -320,7 +333,9 @@ def test_threads_send_what_functions_do_and_no_compression_is_none(scheme, monke
 
 @pytest.mark.parametrize(
     ("scheme", "name"),
-    parameters.combinations(("1f1b", "spectrain", "vanilla", "zb-h1"), CROSSING, default=[("spectrain", "int8")]),
+    parameters.combinations(
+        ("1f1b", "spectrain", "vanilla", "zb-h1"), CROSSING, default=[], wide=[("spectrain", "int8")]
+    ),
 )
 def test_a_pipeline_that_is_stopped_goes_on_bitwise(scheme, name, tmp_path):
     way = {"scheme": scheme, "compression": name}
@@ -346,6 +361,7 @@ def test_replicas_send_each_other_messages_of_their_rows():
         assert 0 < furthest(first, plain) < 0.05
 
 
+@pytest.mark.wide
 def test_tokens_and_masks_cross_as_they_are():
     """Tokens that cross a cut with activations, an embedding's mask, and a model with open lengths."""
     draw = np.random.default_rng(0)
@@ -413,3 +429,198 @@ def test_what_cannot_cross_is_refused():
             pipetrain.OneFOneB(compression=wrong)
     with pytest.raises(ValueError, match="Unknown compression"):
         pipetrain.SpecTrain(compression="int9")
+
+
+# What the replicas of a stage sum
+
+
+def replicated(scheme, name, replicas=(2, 1, 2), **settings):
+    """Of 50 rows in minibatches of 8 the last one has 2: with microbatches some replicas have none."""
+    pieces = {} if scheme in ("vanilla", "spectrain") else {"microbatches": 2}
+    given = {**pieces, **settings}
+    pm = networks.pipeline(
+        networks.mlp(DEPTH, WIDTH), scheme=scheme, replica_compression=name, replicas=replicas, **given
+    )
+    networks.fit(pm, *networks.data(ROWS), batch_size=BATCH, epochs=2)
+    return pm
+
+
+def of_numpy(options, microbatches, replicas=2):
+    """A layer without a bias, the mean squared error, and what is sent by NumPy; random numbers are the package's."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(44, 8)).astype("float32"), rng.normal(size=(44, 4)).astype("float32")
+    layer = keras.layers.Dense(4, use_bias=False)
+    model = keras.Sequential([keras.Input((8,)), layer])
+    weights, left = layer.get_weights()[0].astype(np.float64), np.zeros((replicas, 8, 4))
+    scheme = pipetrain.OneFOneB(replica_compression=options)
+    settings = {"stages": 1, "replicas": (replicas,), "microbatches": microbatches}
+    pm = pipetrain.PipelineModel(model, devices=DEVICES[:replicas], scheme=scheme, **settings)
+    pm.compile(keras.optimizers.SGD(0.1), "mse")
+    pm.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    for step, first in enumerate([*range(0, 44, 8)] * 2):
+        batch = np.arange(first, min(first + 8, 44))
+        total = np.zeros((8, 4))
+        for replica in range(replicas):
+            parts = [batch[m.start : m.stop] for m in microbatch_rows(len(batch), microbatches)]
+            mine = np.concatenate(
+                [part[r.start : r.stop] for part in parts for r in [rows_of(len(part), replica, replicas)]]
+            )
+            gradient = x[mine].T @ (x[mine] @ weights - y[mine]) * 2 / (len(batch) * 4) + left[replica]
+            sent = arrived(options, gradient.astype(np.float32).ravel(), step, replica).reshape(8, 4)
+            left[replica] = (gradient - sent) * options.error_feedback
+            total += sent
+        weights -= 0.1 * total
+    return layer.get_weights()[0], weights
+
+
+def arrived(options, given, step, replica):
+    if isinstance(options, Int8):
+        random = uniform((tf.constant(step, tf.int64), OF_REPLICAS), replica + 1, [given.size]).numpy()
+        made = np.zeros(given.size)
+        for first in range(0, given.size, options.block):
+            part = slice(first, first + options.block)
+            unit = np.abs(given[part]).max() / np.float32(options.levels)
+            made[part] = np.floor(given[part] / unit + random[part]) * unit
+        return made
+    if options.name == "sign":
+        return np.where(given >= 0, 1.0, -1.0) * np.abs(given).mean()
+    return tf.cast(tf.cast(given, options.name), tf.float64).numpy()
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    parameters.combinations(("int8:5", "int4:8", "sign", "bfloat16"), (1, 3), default=[("int4:8", 3), ("sign", 1)]),
+)
+def test_sums_of_replicas_are_those_of_numpy(name, microbatches):
+    np.testing.assert_allclose(*of_numpy(compression_of(name), microbatches), rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    parameters.combinations(
+        ("1f1b", "zb-h1", "vanilla", "2bw"), EVERY, default=[("vanilla", "sign")], wide=[("1f1b", "int4")]
+    ),
+)
+def test_what_replicas_sent_and_what_is_left_are_all_gradients(scheme, name):
+    """With a rate of 1, weights move by what was sent in one step, or by all gradients without compression."""
+    x, y = networks.data(20)
+    found, pieces = [], {} if scheme == "vanilla" else {"microbatches": 2}
+    for each in (None, name):
+        model = networks.mlp(3, WIDTH)
+        before = model.get_weights()
+        way = {
+            "scheme": scheme,
+            "replica_compression": each,
+            "cuts": ("d0",),
+            "replicas": (2, 2),
+            "stages": 2,
+            **pieces,
+        }
+        pm = networks.pipeline(model, keras.optimizers.SGD(1.0), **way)
+        networks.fit(pm, x, y, batch_size=20)
+        left = {}
+        for slot in inside.strategy(pm)._stages.slots():
+            if slot.kind.startswith("residual"):
+                left[id(slot.weight)] = left.get(id(slot.weight), 0) + keras.ops.convert_to_numpy(slot.variable)
+        assert bool(left) == (each is not None and compression_of(each).error_feedback)
+        after = zip(before, model.get_weights(), model.weights, strict=True)
+        found.append([old - new + left.get(id(weight), 0) for old, new, weight in after])
+    if compression_of(name).error_feedback:
+        networks.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    parameters.combinations(
+        ("1f1b", "spectrain", "zb-h1"), EVERY, default=[], wide=[("1f1b", "top-k"), ("spectrain", "int4")]
+    ),
+)
+def test_threads_sum_what_functions_do(scheme, name, monkeypatch):
+    in_functions = replicated(scheme, name)
+    inside.by_threads(monkeypatch)
+    by_threads = replicated(scheme, name)
+    assert not inside.is_program(by_threads)
+    networks.assert_close(by_threads.get_weights(), in_functions.get_weights())
+
+
+@pytest.mark.wide
+def test_whole_messages_are_no_compression():
+    whole = replicated("1f1b", "top-k:1.0").get_weights()
+    networks.assert_equal(replicated("1f1b", "none").get_weights(), replicated("1f1b", None).get_weights())
+    networks.assert_close(whole, replicated("1f1b", None).get_weights())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    parameters.combinations(
+        ("1f1b", "spectrain", "2bw"), EVERY, default=[], wide=[("1f1b", "top-k"), ("spectrain", "int4")]
+    ),
+)
+def test_replicas_that_are_stopped_go_on_bitwise(scheme, name, tmp_path):
+    way = {"scheme": scheme, "replica_compression": name, "replicas": (2, 1, 1)}
+    whole, _ = checkpointed(tmp_path / "whole", **way)
+    _, history = checkpointed(tmp_path / "stopped", stop_after=STEPS + 3, **way)
+    assert history is None
+    again, _ = checkpointed(tmp_path / "stopped", **way)
+    networks.assert_equal(again.get_weights(), whole.get_weights())
+
+
+@pytest.mark.wide
+def test_messages_of_replicas_are_as_large_as_planned(monkeypatch):
+    for patch in (lambda _: None, inside.by_threads):
+        patch(monkeypatch)
+        pm = replicated("1f1b", "int8")
+        stages, options = inside.planner(pm).partition(BATCH).stages, compression_of("int8")
+        for stage in (0, 2):
+            sent = {each.size_bytes for each in pm.trace.transfers if each.op == "R" and each.from_stage == stage}
+            weights = inside.replicas(pm)[stage][0].variables
+            sent -= {0}  # of one that had no rows
+            assert sent == {sum(options.sent_bytes(each.shape) for each in weights)}
+            planned = stages[stage].summed_bytes(options)
+            assert [*sent] == pytest.approx([planned], rel=0.05)
+
+
+@pytest.mark.wide
+def test_rows_of_embeddings_are_summed_as_they_are():
+    rows = np.arange(60 * 6).reshape(60, 6) % 20
+    model = words()
+    pm = networks.pipeline(
+        model,
+        scheme="1f1b",
+        replica_compression="int4",
+        cuts=(model.layers[1].name,),
+        replicas=(2, 1),
+        jit_compile=False,
+    )
+    networks.fit(pm, rows, np.arange(60) % 5, epochs=2)
+    left = {id(slot.weight) for slot in inside.strategy(pm)._stages.slots() if slot.kind.startswith("residual")}
+    assert left and id(pm.model.trainable_variables[0]) not in left
+    assert np.isfinite(pm.evaluate(rows, np.arange(60) % 5, verbose=0)[0])
+
+
+def test_sums_that_cannot_be_compressed_are_refused():
+    with pytest.raises(
+        ValueError, match=r"No stage has several devices.*replica_compression='int8'.*Try replicas=\(2, 1"
+    ):
+        networks.pipeline(scheme="1f1b", replica_compression="int8")
+    for scheme in ("zb-v", "interleaved", "single", "all-reduce"):
+        with pytest.raises((ValueError, TypeError), match="replica_compression"):
+            networks.in_way(networks.small(), scheme=scheme, replica_compression="int8")
+    with pytest.raises(ValueError, match="another loss scale"):
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01))
+        networks.pipeline(optimizer=scaled, scheme="1f1b", replica_compression="int8", replicas=(2, 1, 1))
+    with pytest.raises(ValueError, match="Momentum correction needs"):
+        corrected = TopK(momentum_correction=True)
+        networks.pipeline(scheme="spectrain", replica_compression=corrected, replicas=(2, 1, 1))
+
+
+@pytest.mark.wide
+def test_what_stages_keep_of_weights_that_they_share_is_each_ones_own():
+    pm = networks.in_way(
+        networks.tied_autoencoder(), scheme="1f1b", replica_compression="int4", replicas=(2, 1, 2), cuts=("d0", "d3")
+    )
+    pm.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
+    x, _ = networks.data(ROWS)
+    networks.fit(pm, x, x)
+    kept = [(id(each.weight), each.kind) for each in inside.strategy(pm)._stages.slots() if "residual" in each.kind]
+    assert len({*kept}) == len(kept) and any("of_stage_2" in kind for _, kind in kept)

@@ -78,13 +78,14 @@ def test_weights_do_not_depend_on_the_order(make):
     networks.assert_equal(trained("local:3", data, make, order="caramel"), whole)
 
 
+@pytest.mark.wide
 def test_rows_of_embeddings_are_updated_by_each_worker():
     data = np.arange(60 * 6).reshape(60, 6) % 20, np.arange(60) % 5
     weights = trained(LocalSGD(steps=1, rate=1 - 1e-7), data, words, keras.optimizers.SGD(0.05), rows=15)
     networks.assert_close(weights, trained(None, data, words, keras.optimizers.SGD(0.05), rows=15))
 
 
-@pytest.mark.parametrize("compression", [None, "int4"])
+@pytest.mark.parametrize("compression", [None, pytest.param("int4", marks=pytest.mark.wide)])
 def test_a_run_that_is_stopped_goes_on_bitwise(compression, tmp_path):
     synchrony = LocalSGD(steps=2, rate=0.7, momentum=0.9)
     way = {"scheme": "all-reduce", "devices": DEVICES, "order": "none", "synchrony": synchrony}
@@ -97,7 +98,11 @@ def test_a_run_that_is_stopped_goes_on_bitwise(compression, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: keras.optimizers.SGD(0.05, momentum=0.9), lambda: keras.optimizers.Adam(0.01)]
+    "make",
+    [
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        pytest.param(lambda: keras.optimizers.Adam(0.01), marks=pytest.mark.wide),
+    ],
 )
 def test_checkpoints_at_joins_change_nothing(make, tmp_path):
     """Each worker's optimizer keeps what it has gathered through a drain, and through a resume."""
@@ -129,7 +134,7 @@ def test_a_look_at_weights_joins_them_once():
     networks.assert_equal(*found)  # the look is at the epoch's end, where workers are joined anyway
 
 
-@pytest.mark.parametrize("compression", [None, "random-k:0.3"])
+@pytest.mark.parametrize("compression", [None, pytest.param("random-k:0.3", marks=pytest.mark.wide)])
 def test_workers_without_rows_are_at_the_same_step(compression):
     """The last minibatch has one row, which one of three workers has; all go on with the same random numbers."""
     keras.utils.set_random_seed(0)
@@ -157,6 +162,7 @@ def test_a_loss_that_is_a_sum_takes_as_long_steps_as_without():
     networks.assert_close(*found)
 
 
+@pytest.mark.wide
 def test_what_changes_is_told_where_a_run_goes_on(tmp_path, capsys):
     way = {"scheme": "all-reduce", "devices": DEVICES, "order": "none"}
     checkpointed(tmp_path, stop_after=STEPS + 3, compression="top-k:0.2", **way)

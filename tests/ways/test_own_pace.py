@@ -17,6 +17,7 @@ from checkpointed import run as checkpointed
 from transfer_models import convolutional, stateful, words
 
 import pipetrain
+from pipetrain.callbacks import PipelineCheckpoint
 from pipetrain.run.gradient_exchange import Closed
 from pipetrain.run.step_runner import Arrivals, Event, Exchange
 from pipetrain.schemes.synchrony import Asynchronous
@@ -312,3 +313,20 @@ def test_what_cannot_be_is_refused(tmp_path):
             made(Asynchronous(replay=str(tmp_path / "order")))
     with pytest.raises(ValueError, match=r"No order of arrivals.*replay='.*nowhere', .*No such file"):
         made(Asynchronous(replay=str(tmp_path / "nowhere")))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path):
+    """Its record is set aside; without checkpoints it would be refused."""
+    file, saving = tmp_path / "order", PipelineCheckpoint(tmp_path / "kept", every_steps=100)
+    file.write_text("taken 0 0 0\n", encoding="utf-8")
+    pm = made(Asynchronous(record=str(file)))
+    networks.fit(pm, *DATA, epochs=1, callbacks=[saving])
+    assert (tmp_path / "order.1").read_text(encoding="utf-8") == "taken 0 0 0\n"
+    assert sum(each[0] == "applied" for each in events(file)) == 7
+
+
+def test_a_replay_of_several_compilations_goes_on_from_no_checkpoint(tmp_path):
+    file = tmp_path / "order"
+    file.write_text("taken 0 0 0\napplied 0 0 0\ntaken 0 0 0\napplied 0 0 0\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"compiled anew.*after 1 is in it"):
+        Arrivals(None, str(file)).go_on(1)

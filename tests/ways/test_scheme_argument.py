@@ -69,7 +69,7 @@ def test_a_keyword_that_never_was_one_is_no_option():
 @pytest.mark.parametrize(
     "layout",
     [
-        {"cuts": networks.cuts(6, 2)},
+        pytest.param({"cuts": networks.cuts(6, 2)}, marks=pytest.mark.wide),
         {"stages": 2, "microbatches": 2},
         pytest.param({"cuts": networks.cuts(6, 2), "replicas": (2, 1)}, marks=pytest.mark.wide),
         pytest.param({"stages": 3, "devices": ON[:2]}, marks=pytest.mark.wide),
@@ -104,6 +104,7 @@ def test_microbatches_of_a_layout_are_checked_at_once(microbatches):
         pipetrain.PipelineModel(networks.mlp(), stages=2, microbatches=microbatches)
 
 
+@pytest.mark.wide
 def test_a_layout_is_there_before_the_schedule_is_chosen_and_after_resuming(tmp_path):
     layout = {"stages": 2, "replicas": (2, 1), "devices": ON}
 
@@ -128,6 +129,7 @@ def test_memory_is_for_as_many_devices_as_stages():
         pipetrain.PipelineModel(networks.mlp(), stages=2, scheme=pipetrain.SpecTrain)
 
 
+@pytest.mark.wide
 def test_explain_after_a_fit_says_what_the_choice_says():
     pm = pipetrain.PipelineModel(networks.mlp(), stages=2, devices=ON[:2])
     trained(pm)

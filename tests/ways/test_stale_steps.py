@@ -61,6 +61,7 @@ def test_a_bound_of_none_is_synchronous():
     networks.assert_equal(trained(synchrony="stale:0"), trained(synchrony=None))
 
 
+@pytest.mark.wide
 def test_weights_depend_neither_on_the_scheme_nor_on_the_order():
     whole = trained()
     for scheme, order in (*WAYS[1:], ("all-reduce", "caramel"), ("all-reduce", "layerwise")):
@@ -103,6 +104,7 @@ def test_what_would_replace_an_update_is_refused():
         trained(order=late)
 
 
+@pytest.mark.wide
 def test_norms_are_of_all_gradients():
     """Whatever is late is so together; with a rate that changes, each gradient has that of its own step."""
     for make in (
@@ -112,6 +114,7 @@ def test_norms_are_of_all_gradients():
         networks.assert_equal(trained(optimizer=make()), trained("parameter-server", servers=1, optimizer=make()))
 
 
+@pytest.mark.wide
 def test_rows_of_embeddings():
     data = np.arange(60 * 6).reshape(60, 6) % 20, np.arange(60) % 5
     settings = {"data": data, "make": words, "rows": 15}

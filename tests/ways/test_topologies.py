@@ -206,7 +206,7 @@ def test_what_workers_give_and_take_is_whole(graph, workers):
     assert np.sort(np.abs(np.linalg.eigvalsh(matrix)))[-2:][0] < 1 or workers == 1  # all come to one average
 
 
-@pytest.mark.parametrize("synchrony", [None, "local:2"])
+@pytest.mark.parametrize("synchrony", [None, pytest.param("local:2", marks=pytest.mark.wide)])
 def test_a_run_that_is_stopped_goes_on_bitwise(synchrony, tmp_path):
     way = {"scheme": "all-reduce", "devices": devices(4), "stages": None, "order": "none", "topology": "gossip"}
     whole, _ = checkpointed(tmp_path / "whole", synchrony=synchrony, **way)

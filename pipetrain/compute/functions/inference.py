@@ -41,6 +41,7 @@ class Inference:
     shared: Sequence[WeightGroup] = ()  # nor updates
     changed: Sequence[int] = ()
     global_clipnorm: float | None = None
+    sums: None = None
     loss_dtype = tf.float32
 
     def __init__(self, segment: Segment, device: str, division: Division = Division(), compiled: bool = False) -> None:  # noqa: B008

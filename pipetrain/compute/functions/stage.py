@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import keras
@@ -53,6 +54,9 @@ class Stage:
     updates are made, apart from those of the stage's own weights. Where a stage has several groups of weights, its
     methods take and give ``OfGroups``.
 
+    ``sums`` are what sums gradients over the stage's replicas where these are compressed, and ``worker_slots`` what
+    this replica keeps for it, or of a whole model's what all workers do.
+
     Args:
         segment: the blocks.
         device: a TensorFlow device name.
@@ -66,6 +70,9 @@ class Stage:
         compiled: whether XLA compiles its functions.
         shared: the weights that other stages have too.
     """
+
+    sums: Any = None
+    worker_slots: Sequence[Slot] = ()
 
     def __init__(
         self,
@@ -114,8 +121,8 @@ class Stage:
         return [self._groups.originals[n] for n in self._function.changed]
 
     def slots(self) -> Iterator[Slot]:
-        """The slots of the stage's optimizers, by the model's own variables."""
-        return self._groups.slots()
+        """The slots of the stage's optimizers, and what workers keep of gradients, by the model's own variables."""
+        return chain(self._groups.slots(), self.worker_slots)
 
     def parts(self) -> list[OptimizerPart]:
         """The stage's optimizers, by the model's own variables."""
@@ -168,6 +175,10 @@ class Stage:
         """Each once, all variables that updates change; replicas have them in the same order."""
         return self._groups.everything()
 
+    def held(self) -> list[Any]:
+        """``everything``, and what this replica keeps of its own gradients."""
+        return [*self.everything(), *(slot.variable for slot in self.worker_slots)]
+
     def firsts(self) -> list[tuple[keras.Variable, keras.Variable]]:
         """The copies of weights that no earlier stage has, each with the model's own."""
         return self._groups.firsts()
@@ -175,19 +186,19 @@ class Stage:
     def kept(self) -> KeptStage:
         """All that the stage holds between two calls of functions, with its state; later calls change none of it."""
         with tf.device(self.device):
-            return KeptStage([held_by(each).read_value() for each in self.everything()], self._state.kept())
+            return KeptStage([held_by(each).read_value() for each in self.held()], self._state.kept())
 
     def keep(self, kept: KeptStage) -> None:
         """Hold again what was ``kept``, after ``load`` and ``hold_state``."""
         with tf.device(self.device):
-            for variable, value in zip(self.everything(), kept.variables, strict=True):
+            for variable, value in zip(self.held(), kept.variables, strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
             self._state.keep(kept.state)
         self._groups.forget_rates()
 
     def of_model(self, kept: Sequence[KeptStage]) -> Iterator[tuple[keras.Variable, tf.Tensor]]:
         """The model's variables whose values the stage has, with what all replicas of it have kept."""
-        values = {id(each): value for each, value in zip(self.everything(), kept[0].variables, strict=True)}
+        values = {id(each): value for each, value in zip(self.held(), kept[0].variables, strict=True)}
         yield from ((original, values[id(copy)]) for copy, original in self.firsts())
         with tf.device(self.device):
             whole = self._state.whole_of([each.state for each in kept], self._function.assigned)
@@ -346,8 +357,9 @@ class Stage:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """In the end weights and optimizers have the values that they had, whatever was done."""
+        """In the end weights, optimizers and what is kept of gradients have their values, whatever was done."""
         kept = [*self.variables, *(each for group in self._groups.all for each in group.optimizer.variables)]
+        kept += [slot.variable for slot in self.worker_slots]
         before = [tf.identity(variable.value) for variable in kept]
         try:
             yield
@@ -400,6 +412,14 @@ class Stage:
             return kept.residuals
         _, residuals = self._again(weights if kept.weights is None else kept.weights, kept.state, *kept.inputs)
         return residuals
+
+    @property
+    def gradients_given(self) -> list[Any]:
+        """The specs of the weights' gradients, by number; None for those that there are not."""
+        return [
+            tf.TensorSpec(each.shape, each.dtype) if isinstance(each, tf.Tensor | tf.TensorSpec) else each
+            for each in self._backward.like
+        ]
 
     def accumulate(self, total: list[Any] | None, gradients: list[Any], of: Sequence[int]) -> list[Any]:
         """The sum of two lists of gradients, which are those ``of`` the variables with these numbers."""

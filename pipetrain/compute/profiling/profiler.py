@@ -10,7 +10,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,10 +31,11 @@ from pipetrain.compute.profiling.kinds import Kinds, cost_key
 from pipetrain.compute.profiling.limits import BUDGET_S, Budget, checked_budget, folder
 from pipetrain.compute.profiling.operation_count import LITTLE_S, is_little
 from pipetrain.compute.profiling.progress import Progress
-from pipetrain.compute.profiling.timing import time_loss
+from pipetrain.compute.profiling.timing import time_coding, time_loss
 from pipetrain.compute.tensorflow_private import is_deterministic
-from pipetrain.plan.profile import NOISY, Profile
+from pipetrain.plan.profile import NOISY, Coding, Profile
 from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.compression import Compression, compression_of
 from pipetrain.schemes.splitting import microbatch_rows
 
 TRACING, WEIGHING = 0.4, 0.5  # of a budget, in which functions are made, and their memory is measured
@@ -42,6 +43,7 @@ CHOOSING = ("TF_CUDNN_", "TF_DISABLE_", "TF_ENABLE_", "TF_XLA_", "XLA_", "ONEDNN
 FORMAT = 15  # of what is kept; profiles of other formats are measured anew
 
 _trusted: set[Path] = set()  # the files whose profiles this process has measured
+_codings: dict[tuple[str, str], Coding] = {}  # what compressions take on devices, as this process has measured
 
 
 def profile(
@@ -52,6 +54,7 @@ def profile(
     input_shapes: Any = None,
     microbatches: int = 1,
     budget_s: float | None = BUDGET_S,
+    compressions: Sequence[str | Compression] = (),
 ) -> Profile:
     """Measure every layer's forward and backward seconds, weight bytes, and bytes that cross a cut after it.
 
@@ -81,6 +84,7 @@ def profile(
             pipeline computes, and says what all take together: more than one minibatch of as many rows.
         budget_s: the seconds that it may take, which it may exceed by the measurement of a block; None or infinity for
             as many as it takes.
+        compressions: whose encoding and decoding is measured, too.
 
     Raises:
         ValueError, TypeError: for a model whose layer calls Keras does not record, a batch size below 1, more
@@ -97,7 +101,8 @@ def profile(
     checked_budget(budget_s)
     chain, shapes, device = Chain(model), checked_shapes(model, input_shapes), full_name(device)
     with_xla = may_be_compiled(chain, batch_size, device)
-    return profile_chain(chain, batch_size, shapes, device, verbose, with_xla, microbatches, budget_s)
+    measured = profile_chain(chain, batch_size, shapes, device, verbose, with_xla, microbatches, budget_s)
+    return with_codings(measured, compressions, device)
 
 
 def profile_chain(
@@ -114,12 +119,12 @@ def profile_chain(
     budget = Budget(budget_s)
     rows = rows_measured(chain, batch_size, microbatches)
     within = "" if budget.seconds == math.inf else f", {budget.seconds:g} s at most"
-    steps = (3 if with_xla else 2) * len(chain.blocks) * verbose
+    steps = ((4 if with_xla else 3) * len(chain.blocks) + 1) * verbose  # the last one for the loss
     progress = Progress(f"Profiling the model's layers{within}", steps)
     with tf.device(device):
         kinds = Kinds(chain, rows, shapes)
         _trace(kinds, budget, progress)
-        _weigh(kinds, rows, device, budget)
+        _weigh(kinds, rows, device, budget, progress)
         blocks = block_bytes(chain, kinds, rows, batch_size)
         is_whole = _is_whole(kinds, budget)
         blocks, spread = timed(kinds, blocks, device, is_whole, budget)
@@ -127,9 +132,10 @@ def profile_chain(
         if with_xla and sum(block.seconds.total_s for block in blocks) >= LITTLE_S:
             blocks, compiled_spread = with_compiled(kinds, blocks, device, is_whole, budget, progress)
             spread = max(spread, compiled_spread)
-        progress.end()  # if XLA was not worth trying, or failed
         outputs = [kinds.like[value] for value in chain.crossing(len(blocks))]
         beside = time_loss(outputs, device, others(device), partial(budget.has, 1.0))
+        progress.add(1)
+        progress.end()  # steps are left if time was short, or XLA not worth trying, or failed
     measured = Profile(
         chain.model.name,
         int(rows),
@@ -143,6 +149,18 @@ def profile_chain(
     return measured if rows == batch_size else measured.scaled(int(batch_size))
 
 
+def with_codings(profile: Profile, compressions: Iterable[str | Compression], device: str) -> Profile:
+    """The profile with what these compressions take on the device, each measured once in a process."""
+    wanted = {str(each): each for each in map(compression_of, compressions) if each is not None}
+    known = {each.compression: each for each in profile.codings}
+    for name, each in wanted.items():
+        if name not in known:
+            if (name, device) not in _codings:
+                _codings[name, device] = time_coding(each, device)
+            known[name] = _codings[name, device]
+    return replace(profile, codings=tuple(known.values()))
+
+
 def _trace(kinds: Kinds, budget: Budget, progress: Progress) -> None:
     """Make the functions of as many kinds as there is time for, the largest first, which is made anyway."""
     for n, kind in enumerate(kinds.largest_first):
@@ -152,11 +170,12 @@ def _trace(kinds: Kinds, budget: Budget, progress: Progress) -> None:
         progress.add(len(kind.blocks))
 
 
-def _weigh(kinds: Kinds, rows: int, device: str, budget: Budget) -> None:
+def _weigh(kinds: Kinds, rows: int, device: str, budget: Budget, progress: Progress) -> None:
     """Measure the temporary memory of as many kinds as there is time for."""
     for kind in kinds.largest_first:
         if kind.traced and budget.has(WEIGHING):
             kind.weigh(rows, device)
+            progress.add(len(kind.blocks))
 
 
 def _is_whole(kinds: Kinds, budget: Budget) -> bool:

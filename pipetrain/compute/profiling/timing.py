@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -15,7 +17,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from pipetrain.compute.cores import finish, is_remote, pinned
-from pipetrain.compute.functions.kernels import direct
+from pipetrain.compute.functions.kernels import Kernels, direct
 from pipetrain.compute.functions.split import size_bytes
 from pipetrain.compute.profiling.block_passes import (
     MANY,
@@ -30,6 +32,9 @@ from pipetrain.compute.profiling.block_passes import (
     time_of,
     untimed_pass,
 )
+from pipetrain.compute.transfers.compression import codec_of
+from pipetrain.plan.profile import Coding
+from pipetrain.schemes.compression import Compression
 
 PASSES = 4  # a figure is the median of at least so many passes
 MEASURE_S = 0.2  # and of as many as this takes,
@@ -48,6 +53,44 @@ class MeasuredSeconds(NamedTuple):
     backward: Floats
     update: float
     error: float
+
+
+CODED_SIDES = (64, 1024)  # of the matrices by which it is measured what a compression takes: a small and a large one
+CODED_TIMES = 5  # that each is measured
+
+
+def time_coding(compression: Compression, device: str) -> Coding:
+    """What a compression takes on a device: a straight line through a small and a large message."""
+    taken = [_coding_of_matrix(compression, side, device) for side in CODED_SIDES]
+    small, large = (side * side for side in CODED_SIDES)
+    lines = []
+    for first_s, last_s in zip(*taken, strict=True):
+        element_s = max(last_s - first_s, 0.0) / (large - small)
+        lines.append((max(first_s - small * element_s, 0.0), element_s))
+    return Coding(str(compression), *lines)
+
+
+def _coding_of_matrix(compression: Compression, side: int, device: str) -> tuple[float, float]:
+    """Seconds to encode and to decode a matrix of so many rows and columns."""
+    spec, seed = tf.TensorSpec([side, side], tf.float32), (tf.zeros([], tf.int64), 0)
+    with tf.device(device):
+        codec = codec_of(compression, spec)
+        memory = None if codec.memory_like is None else tf.ones(codec.memory_like.shape, codec.memory_like.dtype)
+        value = tf.random.stateless_normal(spec.shape, (0, 1))
+        encode = Kernels().op(lambda value: codec.message(value, seed, 0, memory)[0], spec)
+        message = encode(value)
+        decode = Kernels().op(lambda message: codec.value(message, seed), tf.TensorSpec(message.shape, message.dtype))
+
+        def seconds(call: Callable[[Any], Any], given: tf.Tensor) -> float:
+            found = []
+            for _ in range(CODED_TIMES + 1):  # the first one prepares it
+                start_s = time.perf_counter()
+                call(given)
+                finish(device)
+                found.append(time.perf_counter() - start_s)
+            return statistics.median(found[1:])
+
+        return seconds(encode, value), seconds(decode, message)
 
 
 def always() -> bool:

@@ -30,7 +30,7 @@ class ProgramInputs(NamedTuple):
     ``x`` and ``targets`` are those of the minibatches of which something goes in at the first stage and at the last
     one, ``rows`` of all that it works on by their numbers, ``rates`` their learning rates if these are arguments, and
     ``held`` what the function before has left. The loss is multiplied by the ``scale``. ``number`` is that of minibatch
-    0, since training began, for random numbers of what crosses the cuts; None where there are none.
+    0, since training began, for random numbers of what is compressed; None where nothing is.
     """
 
     x: Sequence[Sequence[tf.Tensor]]
@@ -128,7 +128,7 @@ def traced(
         [each.spec for each in arguments.numbers],
         tf.TensorSpec([len(settings.parts)]) if settings.has_rates else None,
         [each for each in leaves if isinstance(each, tf.TensorSpec)],
-        None if scheme.compression is None else tf.TensorSpec([], tf.int64),
+        tf.TensorSpec([], tf.int64) if scheme.compresses else None,
     )
     numbers = NumberArguments(arguments.numbers, settings.microbatches)
     is_one_of_several = held_specs is not None or walk.held_specs is not None

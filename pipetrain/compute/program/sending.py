@@ -69,7 +69,7 @@ class Sending:
                 stream = stream_of(microbatch % count, piece, ends)
                 with tf.device(device):
                     part = self._part(values, place.stage, sink, piece, microbatch)
-                    step = self._number_on(device) + microbatch // count
+                    step = self.number_on(device) + microbatch // count
                     made[piece.receiver] = self._cut(place.stage, sink).encoded(part, step, stream)
         return made
 
@@ -77,7 +77,7 @@ class Sending:
         assert self._cuts is not None
         return self._cuts[min(source, sink)]
 
-    def _number_on(self, device: str) -> Any:
+    def number_on(self, device: str) -> Any:
         """The number of the program's minibatch 0, on a device."""
         if device not in self._numbers:
             with tf.device(device), tf.control_dependencies(None):

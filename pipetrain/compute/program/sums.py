@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.backward import over_stages
+from pipetrain.compute.functions.split import size_bytes
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import Step
 from pipetrain.compute.functions.weight_groups import WeightGroup
@@ -32,10 +33,21 @@ class Sums:
         traces: the replicas of every stage.
         scales: whether steps with gradients that are not finite are skipped.
         clock: notes when sums are there, if that is wanted.
+        number_on: gives the number of the program's minibatch 0 on a device, where sums are compressed.
+
+    ``sending`` are the names of operations, not of one device alone, for which devices' next actions need not wait.
     """
 
-    def __init__(self, traces: Sequence[Sequence[StageTrace]], scales: bool, clock: Clock | None) -> None:
-        self._traces, self._scales, self._clock = traces, scales, clock
+    def __init__(
+        self,
+        traces: Sequence[Sequence[StageTrace]],
+        scales: bool,
+        clock: Clock | None,
+        number_on: Callable[[str], tf.Tensor] | None = None,
+    ) -> None:
+        self._traces, self._scales, self._clock, self._number_on = traces, scales, clock, number_on
+        self._before: dict[tuple[int, int], list[tf.Operation]] = {}  # what a replica's next message waits for
+        self.sending: dict[str, tf.Operation] = {}
         self._has_norm = bool(traces[0][0].stage.global_clipnorm)
         self._depend = scales or self._has_norm
         self._holders = [[group.holders for group in stage[0].stage.shared] for stage in traces]
@@ -94,8 +106,7 @@ class Sums:
             return
         there = clock.add(clock.now([each.op for each in present], trace.device), trace.device)
         if replicas > 1:
-            sizes, owned = self._sizes_bytes(stage)
-            size = reduction_bytes(sum(sizes), sum(sizes[n] for n in owned[replica]), replicas)
+            size = self._sent_bytes(stage, replica)
             clock.crossings.append(Crossing("R", microbatch, (stage, replica, stage, replica), ended, there, size))
         for group in shared if replica == 0 else ():
             size = sum(each.shape.num_elements() * each.dtype.size for each in map(_spec, group.variables))
@@ -105,11 +116,14 @@ class Sums:
                 for r in range(len(self._traces[other])):
                     clock.crossings.append(Crossing("S", microbatch, (stage, 0, other, r), ended, there, size))
 
-    def _sizes_bytes(self, stage: int) -> tuple[list[int], list[list[int]]]:
-        """Of a stage's weights the bytes, and which of its replicas sums which of their gradients."""
-        specs, count = [*map(_spec, self._traces[stage][0].stage.variables)], len(self._traces[stage])
-        sizes = [each.shape.num_elements() * each.dtype.size for each in specs]
-        return sizes, shared_out([each.shape.num_elements() for each in specs], count)
+    def _sent_bytes(self, stage: int, replica: int) -> int:
+        """What a replica sends the others of a stage's gradients, and of their sums."""
+        first, replicas = self._traces[stage][0].stage, len(self._traces[stage])
+        apart = others(first)
+        sizes = {n: size_bytes(_spec(first.variables[n])) for n in apart}
+        owned = sum(sizes[n] for n in owners(first, apart, replicas)[replica])
+        messages = 0 if first.sums is None else (replicas - 1) * first.sums.sent_bytes
+        return reduction_bytes(sum(sizes.values()), owned, replicas) + messages
 
     def _completed(self, stage: int) -> list[Gradients]:
         """A stage's gradients at each of its replicas, those of shared weights summed over the later stages.
@@ -149,15 +163,47 @@ class Sums:
             mine = [complete[n] for n in its.numbers]
             return first.stage.prepared(mine, step, None if squares is None else moved(squares, first.device))
 
-    def _reduced(self, stage: int) -> list[Gradients]:
-        """The gradients of a stage, summed over its replicas, at each of these."""
+    def _reduced(self, stage: int, minibatch: int = 0) -> list[Gradients]:
+        """The gradients of a stage of this minibatch, summed over its replicas, at each of these."""
         if stage not in self._of_replicas:
             traces = self._traces[stage]
             if len(traces) == 1:
                 self._of_replicas[stage] = [traces[0].gathered or []]
             else:
-                self._of_replicas[stage] = over_replicas(traces)
+                self._of_replicas[stage] = self._over_replicas(traces, minibatch)
         return self._of_replicas[stage]
+
+    def _over_replicas(self, traces: Sequence[StageTrace], minibatch: int) -> list[Gradients]:
+        first = traces[0].stage
+        found = over_replicas(traces, others(first))
+        if first.sums is not None:
+            for mine, sent in zip(found, self._by_messages(traces, minibatch), strict=True):
+                mine.update(sent)
+        return [[mine[n] for n in range(len(mine))] for mine in found]
+
+    def _by_messages(self, traces: Sequence[StageTrace], minibatch: int) -> list[dict[int, Any]]:
+        """The sums of compressed gradients at each replica.
+
+        A message leaves when its gradients are there and the replica's message of the minibatch before has been made.
+        """
+        sums, number_on, graph = traces[0].stage.sums, self._number_on, tf.compat.v1.get_default_graph()
+        assert number_on is not None
+        first, messages, found = len(graph.get_operations()), [], []
+        with tf.control_dependencies(None):
+            for replica, trace in enumerate(traces):
+                if trace.gathered is not None:
+                    key, before = (trace.place.stage, replica), len(graph.get_operations())
+                    with tf.device(trace.device), tf.control_dependencies(self._before.get(key, [])):
+                        step = number_on(trace.device) + minibatch
+                        messages.append(sums.encoded(replica, trace.gathered, step))
+                    self._before[key] = [each for each in graph.get_operations()[before:] if each.op_def.is_stateful]
+            for replica, trace in enumerate(traces):
+                there = [moved(each, trace.device) for each in messages]
+                with tf.device(trace.device):
+                    found.append(sums.added(replica, there, number_on(trace.device) + minibatch))
+        made = graph.get_operations()[first:]
+        self.sending |= {each.name: each for each in made if each.op_def.is_stateful}
+        return found
 
     # What all stages learn of each other
 
@@ -197,12 +243,22 @@ def _spec(variable: Any) -> tf.TensorSpec:
     return tf.TensorSpec(variable.shape, variable.dtype)
 
 
-def over_replicas(traces: Sequence[StageTrace]) -> list[Gradients]:
-    """Each replica sums about an r-th of the weights' gradients, and sends the sums to the others."""
-    stage: Stage = traces[0].stage
-    owned = shared_out([variable.shape.num_elements() for variable in stage.variables], len(traces))
+def others(stage: Stage) -> list[int]:
+    """The numbers of a stage's weights whose gradients replicas do not send as messages."""
+    coded = () if stage.sums is None else stage.sums.numbers
+    return [n for n, _ in enumerate(stage.variables) if n not in coded]
+
+
+def owners(stage: Stage, numbers: Sequence[int], replicas: int) -> list[list[int]]:
+    """Which of so many replicas sums which of these gradients."""
+    owned = shared_out([stage.variables[n].shape.num_elements() for n in numbers], replicas)
+    return [[numbers[place] for place in mine] for mine in owned]
+
+
+def over_replicas(traces: Sequence[StageTrace], numbers: Sequence[int]) -> list[dict[int, Any]]:
+    """Each replica sums about an r-th of these gradients, and sends the sums to the others; by number."""
     sums: dict[int, Any] = {}
-    for owner, mine in zip(traces, owned, strict=True):
+    for owner, mine in zip(traces, owners(traces[0].stage, numbers, len(traces)), strict=True):
         total: list[Any] | None = None
         for trace in traces:
             if trace.gathered is not None:
@@ -210,7 +266,7 @@ def over_replicas(traces: Sequence[StageTrace]) -> list[Gradients]:
                 with tf.device(owner.device):
                     total = owner.stage.accumulate(total, share, mine)
         sums.update(zip(mine, total or [], strict=True))
-    return [[moved(sums[n], trace.device) for n in range(len(sums))] for trace in traces]
+    return [{n: moved(sums[n], trace.device) for n in numbers} for trace in traces]
 
 
 def moved(gradient: Any, device: str) -> Any:
@@ -265,10 +321,17 @@ class LateSums(Sums):
         traces: the replicas of every stage.
         microbatches: of a minibatch.
         clock: notes when sums are there, if that is wanted.
+        number_on: as that of ``Sums``.
     """
 
-    def __init__(self, traces: Sequence[Sequence[StageTrace]], microbatches: int, clock: Clock | None) -> None:
-        super().__init__(traces, False, clock)
+    def __init__(
+        self,
+        traces: Sequence[Sequence[StageTrace]],
+        microbatches: int,
+        clock: Clock | None,
+        number_on: Callable[[str], tf.Tensor] | None = None,
+    ) -> None:
+        super().__init__(traces, False, clock, number_on)
         self._microbatches = microbatches
         self._totals: dict[tuple[Holders, int, int], Gradients] = {}
         self._handed: dict[tuple[Holders, int], SharedSum] = {}
@@ -312,7 +375,7 @@ class LateSums(Sums):
     def update(self, trace: StageTrace, microbatch: int, ended: int | None = None) -> list[tf.Operation]:
         """Update the weights of a replica that are its own, and those shared ones that it completes."""
         stage, _, replica, replicas = trace.place
-        gradients = list(self._reduced(stage)[replica])
+        gradients = list(self._reduced(stage, microbatch // self._microbatches)[replica])
         if self._clock is not None and ended is not None:
             self._note(trace, gradients, microbatch, ended)
         trace.gathered = None

@@ -152,7 +152,7 @@ class Walk:
     ) -> ProgramResult:
         """The program's operations, for the inputs and the targets of those minibatches of which something goes in.
 
-        ``number`` is that of its minibatch 0, where what crosses the cuts is compressed.
+        ``number`` is that of its minibatch 0, where anything is compressed.
         """
         self._arguments.give(numbers)
         is_open = any(None in each.shape[1:] for each in tf.nest.flatten(self._stages[0][0].segment.inputs))
@@ -170,9 +170,9 @@ class Walk:
             for k, stage in enumerate(self._stages)
         ]
         if self._is_late:
-            self._sums: Sums = LateSums(self._traces, self._count, self.clock)
+            self._sums: Sums = LateSums(self._traces, self._count, self.clock, self._sending.number_on)
         else:
-            self._sums = Sums(self._traces, self._settings.scale is None, self.clock)
+            self._sums = Sums(self._traces, self._settings.scale is None, self.clock, self._sending.number_on)
         if held is not None:
             self._resume(held)
         units = self._units()
@@ -283,7 +283,7 @@ class Walk:
                 else:
                     ended = self.clock.actions[unit.timed].end if self.clock and unit.timed is not None else None
                     branches = self._sums.update(trace, call[0].microbatch, ended)
-            made = _stateful(graph, before)
+            made = [each for each in _stateful(graph, before) if each.name not in self._sums.sending]
             unit.last = [*made, *branches] or awaited
             if is_update and self._is_kept(call[0]):
                 self._keep(unit, call[0].microbatch // self._count, graph)
@@ -405,7 +405,8 @@ class Walk:
             self.held_specs = tf.nest.map_structure(_spec_of, held)
         host = self._settings.host
         with tf.device(host):  # one operation for all that the results wait for, since devices tell each other of each
-            after = [tf.group(*chain.from_iterable(unit.last for unit in units))] if tf.inside_function() else []
+            waited = [*chain.from_iterable(unit.last for unit in units), *self._sums.sending.values()]
+            after = [tf.group(*waited)] if tf.inside_function() else []
         minibatches = [self._result_of(minibatch, after) for minibatch in self._settings.results]
         with tf.device(host):
             finite, times = self._sums.all_finite(host), self.clock.times() if self.clock else None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.functions.split import size_bytes
+from pipetrain.compute.functions.kernels import Kernels
+from pipetrain.compute.functions.split import size_bytes, specs
+from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.weight_binding import any_rows
 from pipetrain.compute.optimizer.slots import Slot
@@ -33,6 +35,7 @@ Seed = tuple[tf.Tensor, int]  # the numbers of a step and of a variable
 Length = tuple[Any, tf.DType]  # of a part of a message: how many numbers, and of which type
 StepNumber = Callable[[str], tf.Tensor]  # on a device
 OfWorker = tuple[int, str, Gradients]  # its number, its device, and what it has made
+OF_REPLICAS = 1 << 40  # numbers of gradients that replicas sum begin with it; those of what crosses cuts are less
 FINITE = 65504.0  # the largest number of float16
 BITS = [1 << n for n in range(8)]
 
@@ -67,9 +70,13 @@ class Codec:
     def _lengths(self) -> list[Length]:
         return [(self.count, self.spec.dtype)]
 
-    def message(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any = None) -> tuple[tf.Tensor, Any]:
-        """The bytes of the message, and the new memory."""
-        parts, memory = self.encode(value, seed, worker, memory)
+    def message(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any = None) -> tuple[tf.Tensor, Any]:
+        """The bytes of the message, and the new memory.
+
+        ``seed`` and ``stream`` say which random numbers it is made with: of a gradient the stream is the number of the
+        worker, of what crosses a cut that of the microbatch and of the two replicas, see ``stream_of``.
+        """
+        parts, memory = self.encode(value, seed, stream, memory)
         return tf.concat([_as_bytes(part) for part in parts], 0), memory
 
     def value(self, message: tf.Tensor, seed: Any) -> tf.Tensor:
@@ -79,7 +86,7 @@ class Codec:
         pairs = zip(pieces, lengths, strict=True)
         return self.decode([_of_bytes(piece, dtype) for piece, (_, dtype) in pairs], seed)
 
-    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+    def encode(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any) -> tuple[Parts, Any]:
         """The parts of the message, and the new memory."""
         return [flat(value)], memory
 
@@ -98,7 +105,7 @@ class CastCodec(Codec):
     def _lengths(self) -> list[Length]:
         return [(self.count, self._dtype)]
 
-    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+    def encode(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
         if self.options.name == Float16.name:
             value = tf.where(tf.math.is_finite(value), tf.clip_by_value(value, -FINITE, FINITE), value)
@@ -119,11 +126,11 @@ class IntegerCodec(Codec):
     def _lengths(self) -> list[Length]:
         return [(-(-self.count // (8 // self.options.bits)), tf.uint8), (self._blocks, tf.float32)]
 
-    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+    def encode(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
         blocks = self._in_blocks(tf.cast(flat(value), tf.float32))
         steps = tf.reduce_max(tf.abs(blocks), axis=1) / float(self.options.levels)
-        drawn = uniform(seed, worker + 1, [self.count])
+        drawn = uniform(seed, stream + 1, [self.count])
         multiples = tf.floor(tf.math.divide_no_nan(blocks, steps[:, tf.newaxis]) + self._in_blocks(drawn))
         numbers = tf.cast(tf.clip_by_value(multiples, -self.options.levels, self.options.levels), tf.int8)
         return [self._packed(tf.reshape(numbers, [-1])[: self.count]), steps], memory
@@ -160,7 +167,7 @@ class SignCodec(Codec):
     def _lengths(self) -> list[Length]:
         return [(math.ceil(self.count / 8), tf.uint8), (1, tf.float32)]
 
-    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+    def encode(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
         values = tf.cast(flat(value), tf.float32)
         bits = tf.pad(tf.cast(values >= 0, tf.int32), [[0, -self.count % 8]])
@@ -185,7 +192,7 @@ class TopKCodec(Codec):
     def _lengths(self) -> list[Length]:
         return [(self._kept, self.spec.dtype), (self._kept, tf.int32)]
 
-    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+    def encode(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
         values = flat(value)
         places = tf.math.top_k(tf.abs(values), self._kept, sorted=False).indices
@@ -203,7 +210,7 @@ class RandomKCodec(TopKCodec):
     def _lengths(self) -> list[Length]:
         return super()._lengths()[:1]
 
-    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+    def encode(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
         values = tf.gather(flat(value), self._places(seed))
         if not self.options.error_feedback:
@@ -232,10 +239,10 @@ class LowRankCodec(Codec):
             return super()._lengths()
         return [(side * self.options.rank, tf.float32) for side in self._sides]
 
-    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+    def encode(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
         if not self._sides:
-            return super().encode(value, seed, worker, memory)
+            return super().encode(value, seed, stream, memory)
         matrix = tf.cast(tf.reshape(value, self._sides), tf.float32)
         # Of a memory of zeros, as at the beginning, nothing would come.
         drawn = uniform((tf.zeros([], tf.int64), seed[1]), 0, memory.shape) - 0.5
@@ -271,7 +278,7 @@ class OwnCodec(Codec):
     def _lengths(self) -> list[Length]:
         return [(each.shape.num_elements(), each.dtype) for each in self.parts]
 
-    def encode(self, value: tf.Tensor, seed: Seed, worker: int, memory: Any) -> tuple[Parts, Any]:
+    def encode(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
         return list(self.options.encode(flat(value))), memory
 
@@ -327,6 +334,7 @@ class Compressor:
         devices: of the workers.
         originals: the model's own variables by their numbers.
         momentum: by which workers sum their gradients before these are sent; 0 where the optimizer has it.
+        first: the number of the first variable, for random numbers.
     """
 
     def __init__(
@@ -336,8 +344,9 @@ class Compressor:
         devices: Sequence[str],
         originals: Sequence[keras.Variable],
         momentum: float = 0.0,
+        first: int = 0,
     ) -> None:
-        self.options, self._momentum = options, momentum
+        self.options, self._momentum, self._first = options, momentum, first
         self._codecs = {n: codec_of(options, each) for n, each in specs.items()}
         self._originals = originals
         self._kept = [{n: self._new(device, each) for n, each in self._codecs.items()} for device in devices]
@@ -353,10 +362,13 @@ class Compressor:
 
     def slots(self) -> list[Slot]:
         """What workers keep from step to step, as slots of the weights that it belongs to."""
+        return [slot for worker, _ in enumerate(self._kept) for slot in self.slots_of(worker)]
+
+    def slots_of(self, worker: int) -> list[Slot]:
+        """What one worker keeps."""
         return [
             Slot(self._originals[n], f"{kind}_of_worker_{worker}", variable)
-            for worker, mine in enumerate(self._kept)
-            for n, kept in mine.items()
+            for n, kept in self._kept[worker].items()
             for kind, variable in kept._asdict().items()
             if variable is not None
         ]
@@ -381,11 +393,10 @@ class Compressor:
         step = cache(step)
         variables = [n for n in order.phase.variables if n in like]
         dense = [n for n in variables if not isinstance(like[n], tf.IndexedSlices)]
-        for n in dense:
-            self._codecs.setdefault(n, Codec(None, like[n]))  # an embedding's that is not of rows
+        self.learn({n: like[n] for n in dense})
         wires = {n: tf.TensorSpec([self._codecs[n].sent_bytes], tf.uint8) for n in dense}
         sent = [
-            {n: self._encoded(worker, device, gradients[n], n, step) for n in dense}
+            {n: self.encoded(worker, device, gradients[n], n, step(device)) for n in dense}
             for worker, device, gradients in made
         ]
         received = [[Received(wires) for _ in made] for _ in sinks]
@@ -409,17 +420,26 @@ class Compressor:
         for sink, of_sources, rest in zip(sinks, received, others, strict=True):
             with tf.device(sink):
                 found = {
-                    n: in_order([self._decoded(each.values[n], n, step(sink)) for each in of_sources]) for n in dense
+                    n: in_order([self.decoded(each.values[n], n, step(sink)) for each in of_sources]) for n in dense
                 }
             sums.append({**found, **rest})
         return sums
 
-    def _encoded(self, worker: int, device: str, gradient: Any, n: int, step: StepNumber) -> tf.Tensor:
+    def learn(self, like: Mapping[int, tf.TensorSpec]) -> None:
+        """Gradients of these variables are sent, too, as they are: an embedding's that are not of rows."""
+        for n, each in like.items():
+            self._codecs.setdefault(n, Codec(None, each))
+
+    def sent_bytes(self, n: int) -> int:
+        """Of a message of a variable's gradient."""
+        return self._codecs[n].sent_bytes
+
+    def encoded(self, worker: int, device: str, gradient: Any, n: int, step: tf.Tensor) -> tf.Tensor:
         """The message of a worker's gradient; what it lacks is kept. One that is not finite arrives as NaN."""
         codec = self._codecs[n]
         kept = self._kept[worker].get(n, KeptGradient())
         with tf.device(device):
-            seed = step(device), n
+            seed = step, self._first + n
             value = tf.ensure_shape(gradient, codec.spec.shape)
             if kept.velocity is not None:
                 velocity = self._momentum * kept.velocity.value.read_value() + value
@@ -442,9 +462,97 @@ class Compressor:
                     kept.velocity.value.assign(left, read_value=False)
             return message
 
-    def _decoded(self, message: tf.Tensor, n: int, step: tf.Tensor) -> tf.Tensor:
+    def decoded(self, message: tf.Tensor, n: int, step: tf.Tensor) -> tf.Tensor:
+        """What a message brings."""
         codec = self._codecs[n]
-        return tf.reshape(codec.value(message, (step, n)), codec.spec.shape)
+        return tf.reshape(codec.value(message, (step, self._first + n)), codec.spec.shape)
+
+
+class ReplicaSums:
+    """Sums the gradients of a stage's replicas, each of which sends its own to all others as one message.
+
+    Every replica decodes all messages, its own too, and adds what they bring in the order of the replicas: all have
+    bitwise equal sums. Rows of embeddings, and gradients that are not there, are not its matter.
+
+    Args:
+        options: the compression.
+        stages: the replicas.
+        weights: the model's trained variables, on whose order random numbers depend.
+        apart: the numbers of embeddings among them, of which nothing is kept.
+        momentum: see ``Compressor``.
+        number: the stage's.
+        later: the identities of those of its weights that an earlier stage has, too.
+    """
+
+    def __init__(
+        self,
+        options: Compression,
+        stages: Sequence[Stage],
+        weights: Sequence[keras.Variable],
+        apart: Collection[int],
+        momentum: float,
+        number: int = 0,
+        later: Collection[int] = (),
+    ) -> None:
+        self._later, self._kind = later, f"_of_stage_{number}_of_worker_"
+        places = {id(each): n for n, each in enumerate(weights)}
+        self._stages, mine = list(stages), stages[0].segment.trainable_variables
+        self._number = [places[id(each)] for each in mine]
+        self._like = dict(zip(self._number, specs(mine), strict=True))
+        like = {n: each for n, each in self._like.items() if n not in apart}
+        devices = [each.device for each in stages]
+        self._compressor = Compressor(options, like, devices, weights, momentum, OF_REPLICAS)
+        self._encode: dict[int, Callable[..., tf.Tensor]] = {}
+        self._add: dict[tuple[int, int], Callable[..., list[tf.Tensor]]] = {}
+
+    def slots_of(self, replica: int) -> list[Slot]:
+        """What a replica keeps from step to step; of a weight that an earlier stage has, too, in other slots."""
+        return [
+            slot._replace(kind=slot.kind.replace("_of_worker_", self._kind)) if id(slot.weight) in self._later else slot
+            for slot in self._compressor.slots_of(replica)
+        ]
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """Which of the stage's gradients are sent so, once the stage has been traced: those that are no rows."""
+        found = [n for n, each in enumerate(self._stages[0].gradients_given) if isinstance(each, tf.TensorSpec)]
+        self._compressor.learn({self._number[n]: self._like[self._number[n]] for n in found})
+        return found
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of a message."""
+        return sum(self._compressor.sent_bytes(self._number[n]) for n in self.numbers)
+
+    def encoded(self, replica: int, gradients: Sequence[Any], step: tf.Tensor) -> tf.Tensor:
+        """A replica's message; in the scope of its device. What it lacks is kept."""
+        if replica not in self._encode:
+            like = [self._like[self._number[n]] for n in self.numbers]
+            function = partial(self._message, replica)
+            self._encode[replica] = Kernels().op(function, like, tf.TensorSpec([], tf.int64))
+        return self._encode[replica]([gradients[n] for n in self.numbers], step)
+
+    def _message(self, replica: int, gradients: Sequence[Any], step: tf.Tensor) -> tf.Tensor:
+        device, numbers = self._stages[replica].device, [self._number[n] for n in self.numbers]
+        pairs = zip(gradients, numbers, strict=True)
+        return tf.concat([self._compressor.encoded(replica, device, each, n, step) for each, n in pairs], 0)
+
+    def added(self, replica: int, messages: Sequence[tf.Tensor], step: tf.Tensor) -> dict[int, tf.Tensor]:
+        """The sums of what the messages bring, by the stage's numbers; in the scope of the replica's device."""
+        key = replica, len(messages)
+        if key not in self._add:
+            like = [tf.TensorSpec([self.sent_bytes], tf.uint8) for _ in messages]
+            self._add[key] = Kernels().op(self._sums, like, tf.TensorSpec([], tf.int64))
+        return dict(zip(self.numbers, self._add[key]([*messages], step), strict=True))
+
+    def _sums(self, messages: Sequence[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+        numbers = [self._number[n] for n in self.numbers]
+        sizes = [self._compressor.sent_bytes(n) for n in numbers]
+        parts = [tf.split(each, sizes) for each in messages]
+        return [
+            in_order([self._compressor.decoded(part, n, step) for part in of_variable])
+            for n, of_variable in zip(numbers, zip(*parts, strict=True), strict=True)
+        ]
 
 
 def zeros_of(spec: tf.TensorSpec) -> keras.Variable:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import keras
@@ -320,7 +319,6 @@ class Weights(Stage):
         self._sums_rows, self._told = is_linear(optimizer), type(optimizer).__name__
         super().__init__(segment, parts[0].device, optimizer, loss, rule=rule, division=Division(1, workers))
         self.shared = []  # all its parts are this stage's own
-        self.worker_slots: Sequence[Slot] = ()  # what workers keep of gradients, if this is the first stage
         self.apart = 0  # the number of a worker whose optimizer has slots of its own
 
     def _grouped(
@@ -330,10 +328,9 @@ class Weights(Stage):
 
     def slots(self) -> Iterator[Slot]:
         """The slots of the optimizers, and what workers keep of gradients, by the model's own variables."""
-        mine = super().slots()
-        if self.apart:
-            mine = (each._replace(kind=f"{each.kind}_of_worker_{self.apart}") for each in mine)
-        return chain(mine, self.worker_slots)
+        if not self.apart:
+            return super().slots()
+        return (each._replace(kind=f"{each.kind}_of_worker_{self.apart}") for each in super().slots())
 
     def parts(self) -> list[OptimizerPart]:
         """The optimizers that have what the compiled one has gathered, by the model's own variables."""
