@@ -96,7 +96,7 @@ def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "run
     add("--stages", type=count, default=4, metavar="N", help="pipeline stages (default: 4)")
     add("--batch-size", type=count, default=128, metavar="N", help="rows per minibatch (default: 128)")
     add("--steps", type=count, default=steps, metavar="N", help="minibatches (default: %(default)s)")
-    rates = defaults("learning_rate")
+    rates, adaptive = defaults("learning_rate"), ", ".join(optimizers.ADAPTIVE_NAMES)
     add(
         "--optimizer",
         choices=optimizers.NAMES,
@@ -107,7 +107,7 @@ def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "run
         "--learning-rate",
         type=rate,
         metavar="X",
-        help=f"(default: {optimizers.ADAPTIVE_RATE} for {', '.join(optimizers.ADAPTIVE)}; else the paper's: {rates})",
+        help=f"(default: {optimizers.ADAPTIVE_RATE} for {adaptive}; else the paper's: {rates})",
     )
     add("--momentum", type=float, default=0.9, metavar="X", help="of momentum and nesterov (default: 0.9)")
     add_size(parser)
@@ -187,4 +187,4 @@ def learning_rate(options: argparse.Namespace, model: str) -> float:
     """The one that is given; otherwise the optimizer's own, or the network's for SGD."""
     if options.learning_rate is not None:
         return options.learning_rate
-    return optimizers.ADAPTIVE_RATE if options.optimizer in optimizers.ADAPTIVE else NETWORKS[model].learning_rate
+    return optimizers.ADAPTIVE_RATE if options.optimizer in optimizers.ADAPTIVE_NAMES else NETWORKS[model].learning_rate

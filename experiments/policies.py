@@ -112,16 +112,20 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Validation accuracy and loss of the last weights; None if the loss of step ``stopped_at`` was not finite."""
+    """Validation accuracy and loss of the last weights; None if the loss of step ``stopped_at`` was not finite.
+
+    ``guessing`` is the loss of giving every class the same probability.
+    """
 
     accuracy: float | None
     loss: float | None
     stopped_at: int | None = None
+    guessing: float = GUESSING
 
     @property
     def diverged(self) -> bool:
-        """Whether the last loss is none, or worse than giving every one of ten classes the same probability."""
-        return self.loss is None or not self.loss <= GUESSING
+        """Whether the last loss is none, or worse than that of guessing."""
+        return self.loss is None or not self.loss <= self.guessing
 
 
 def recorded(run: Run, folder: Path) -> Outcome | None:
@@ -150,6 +154,7 @@ def train(run: Run, data: Dataset) -> Outcome:
     keras.backend.clear_session()
     keras.utils.set_random_seed(run.seed)
     shape, model = network(run, data)
+    guessing = math.log(max(10, data.classes))  # two classes: a loss above log(2) is no divergence yet
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(loss=loss, metrics=["accuracy"])  # for the evaluation
     where = {} if run.policy == "single" else {"cuts": even_cuts(run, model)}
@@ -162,9 +167,9 @@ def train(run: Run, data: Dataset) -> Outcome:
         minibatches = batches(data, shape, run.batch_size, run.seed)
         pm.fit(minibatches, steps_per_epoch=run.steps, shuffle=False, verbose=0, callbacks=[steps.callback()])
     except FloatingPointError:
-        return Outcome(None, None, steps.done)
+        return Outcome(None, None, steps.done, guessing)
     result = model.evaluate(data.x_test, data.y_test, EVALUATION_ROWS, verbose=0, return_dict=True)
-    return Outcome(float(result["accuracy"]), float(result["loss"]))
+    return Outcome(float(result["accuracy"]), float(result["loss"]), guessing=guessing)
 
 
 class _Count:

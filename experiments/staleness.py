@@ -7,8 +7,8 @@ stages mean staler weights, and a higher learning rate makes them matter more. `
 others would reach without staleness.
 
 A row of the table is a policy with its stages and learning rate: the mean over the seeds and the 95% interval's half
-width (Student's t). A run has diverged if it ends with a loss worse than that of guessing (the logarithm of 10); one
-whose loss is not even finite stops there, and has no accuracy.
+width (Student's t). A run has diverged if it ends with a loss worse than that of guessing (the logarithm of 10, of
+gpt2 that of its words' number); one whose loss is not even finite stops there, and has no accuracy.
 
 What it costs to send less is measured alike, by policies such as `all-reduce/int8`, whose stages are workers
 that share the rows, and `1f1b/int8`, where it is what crosses the cuts.
@@ -141,7 +141,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--residual", action="store_true", help="layers add their outputs to their inputs: for deep networks")
     add(
         "--model",
-        choices=(MLP, *(name for name in models.NAMES if NETWORKS[name].reads != "next words")),
+        choices=(MLP, *models.NAMES),
         default=MLP,
         help="network: the dense layers, or one of those of experiments/run.py on the data set that it has there, or, "
         "of images, on the embedded one (default: %(default)s)",
