@@ -280,7 +280,7 @@ def test_by_a_signal_a_run_is_stopped_as_it_is(train, tmp_path):
 @pytest.mark.parametrize(
     "other",
     [
-        {"stages": 2},
+        pytest.param({"stages": 2}, marks=pytest.mark.wide),
         pytest.param({"scheme": "vanilla"}, marks=pytest.mark.wide),
         pytest.param({"scheme": "1f1b", "microbatches": 1}, marks=pytest.mark.wide),
         pytest.param({"optimizer": adam}, marks=pytest.mark.wide),

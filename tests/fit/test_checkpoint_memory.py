@@ -96,6 +96,7 @@ def test_the_way_of_a_run_is_known_from_memory(hosts, tmp_path):
     assert PipelineCheckpoint(tmp_path / "checkpoints").way_of_run() is None
 
 
+@pytest.mark.wide
 def test_both_hosts_lost(hosts, tmp_path):
     """The run goes on from the disk."""
     whole, _ = run(None, every_steps=None, scheme="spectrain")

@@ -290,7 +290,7 @@ def test_a_shard_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     assert names(tmp_path) == before
 
 
-@pytest.mark.parametrize("scheme", ["spectrain", "1f1b"])
+@pytest.mark.parametrize("scheme", ["spectrain", pytest.param("1f1b", marks=pytest.mark.wide)])
 def test_training_goes_on_bitwise_from_shards(scheme, tmp_path):
     whole, _ = run(None, every_steps=None, scheme=scheme)
     run(tmp_path / "first", stop_after=17, scheme=scheme)

@@ -58,7 +58,7 @@ def test_weights_depend_neither_on_the_order_nor_on_who_sums(compression):
         networks.assert_equal(other, first)
 
 
-@pytest.mark.parametrize("scheme", ("all-reduce", "parameter-server"))
+@pytest.mark.parametrize("scheme", ["all-reduce", pytest.param("parameter-server", marks=pytest.mark.wide)])
 def test_all_elements_are_no_compression(scheme):
     whole = trained(scheme, order="layerwise", compression="top-k:1.0").get_weights()
     networks.assert_equal(whole, trained(scheme, order="layerwise").get_weights())

@@ -187,6 +187,7 @@ def test_an_order_that_cannot_be_is_no_deadlock(tmp_path):
         trained(Asynchronous(6, replay=file), epochs=1, data=networks.data(30))
 
 
+@pytest.mark.wide
 def test_a_record_is_of_all_that_a_model_is_trained_and_of_nothing_else(tmp_path):
     file = tmp_path / "order"
     orders = [Asynchronous(record=str(file)), Asynchronous(record=str(tmp_path / "again"), replay=str(file))]

@@ -9,6 +9,7 @@ import warnings
 import keras
 import networks
 import numpy as np
+import parameters
 import pytest
 
 import pipetrain
@@ -32,7 +33,9 @@ def test_the_constructor_has_few_arguments():
 @pytest.mark.parametrize(
     ("scheme", "options", "new"),
     [
-        ("spectrain", {"horizon": "target", "stretch_momentum": False}, "SpecTrain(stretch_momentum=False, horizon"),
+        *parameters.widely(
+            ("spectrain", {"horizon": "target", "stretch_momentum": False}, "SpecTrain(stretch_momentum=False, horizon")
+        ),
         ("vanilla", {"rescale_steps": 5}, "Vanilla(rescale_steps=5)"),
         ("coded-reduce", {"children": 3}, "CodedReduce(children=3)"),
         ("grid", {"grid": (1, 2)}, "pipetrain.Grid(1, 2)"),

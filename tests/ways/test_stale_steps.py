@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import networks
 import numpy as np
+import parameters
 import pytest
 from checkpointed import STEPS
 from checkpointed import run as checkpointed
@@ -70,6 +71,7 @@ def test_weights_depend_neither_on_the_scheme_nor_on_the_order():
     assert any((mine != synchronous).any() for mine, synchronous in zip(whole, trained(synchrony=None), strict=True))
 
 
+@pytest.mark.wide
 def test_snapshots_are_drains_for_both_schemes_alike():
     found = []
     for scheme, order in WAYS:
@@ -133,7 +135,7 @@ def test_a_run_that_is_stopped_goes_on_bitwise(scheme, compression, tmp_path):
     networks.assert_equal(again.get_weights(), whole.get_weights())
 
 
-@pytest.mark.parametrize(("scheme", "order"), WAYS)
+@pytest.mark.parametrize(("scheme", "order"), [WAYS[0], *parameters.widely(*WAYS[1:])])
 def test_an_interrupt_just_after_a_step_leaves_the_weights_of_that_step(scheme, order, monkeypatch):
     """The gradient that waited is applied, and the next run begins after it."""
 
