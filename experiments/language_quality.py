@@ -2,14 +2,15 @@
 
 A GPT-2 whose output layer is the embedding transposed reads the first 19 words of IMDb reviews and predicts the next
 one at each. Runs of one seed start from the same weights and see the same minibatches; the table has, for every scheme,
-optimizer and learning rate, the validation loss after so many minibatches, the mean over the seeds, and below it what
-it differs from `single` at the same minibatch, seed by seed, with its 95% interval.
+optimizer and learning rate, the validation loss after so many minibatches, the mean over the seeds, and in brackets
+the difference from `single` at the same minibatch, seed by seed, with its 95% interval.
 
 A language model begins on a plateau, at the entropy of single words. Under Adam late gradients keep it there; under
 `{attentive}`, Keras' Muon with attentions' kernels among its matrices, they do not (docs/results/language-models.md).
 
-Runs go to DIR/<optimizer>-<rate>/, and one that has ended there is not repeated: stop the command when you like and
-give it again. With the default size a minibatch takes about half a second on one core.
+Runs go to DIR/<optimizer>-<rate>-<validation rows>/, and one that has ended there is not repeated: stop the command
+when you like, look at the table of what has ended, and give it again. With the default size a minibatch takes about
+half a second on one core, all 24 runs about an hour.
 
 examples:
   python experiments/language_quality.py --data-dir DIR
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
@@ -53,22 +55,26 @@ Row = dict[str, Any]  # of one run at one minibatch
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 2 for arguments that cannot be used."""
     options = parse(arguments)
+    runs, status = planned(options), 0
     try:
         with ExitStack() as ends:
             output = owned(options.output, ends)
-            train_all(planned(options), options, output)
-            rows = gathered(planned(options), output)
+            try:
+                train_all(runs, options, output)
+            except KeyboardInterrupt:
+                print("\nTo go on: the same command.", file=sys.stderr)
+                status = 130
+            runs = [each for each in runs if resuming.summary(folder(output, each, options)) is not None]
+            rows = gathered(runs, options, output)
     except ValueError as error:
         print(f"language_quality.py: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nTo go on: the same command.", file=sys.stderr)
-        return 130
-    path = write_rows(output / TABLE, rows)
-    from plots.language_quality import draw
+    if runs:
+        path = write_rows(output / TABLE, rows)
+        from plots.language_quality import draw
 
-    print(f"{title(options)}\n\n{report(rows)}\n\n{path}\n{draw(output, output / PICTURE)}")
-    return 0
+        print(f"{title(options)}\n\n{report(rows, runs)}\n\n{path}\n{draw(output, output / PICTURE)}")
+    return status
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -118,6 +124,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.scheme = list(dict.fromkeys(options.scheme or map(variant, SCHEMES)))
     options.optimizer = list(dict.fromkeys(options.optimizer or OPTIMIZERS))
     options.learning_rate = sorted({*(options.learning_rate or (optimizers.ADAPTIVE_RATE,))})
+    if options.every > options.steps:
+        parser.error(
+            f"No validation would be made. Received: --steps {options.steps}, --every {options.every}. "
+            f"Try --every {options.steps}."
+        )
     return options
 
 
@@ -148,20 +159,24 @@ def planned(options: argparse.Namespace) -> list[Settings]:
     ]
 
 
-def folder(output: Path, settings: Settings) -> Path:
+def folder(output: Path, settings: Settings, options: argparse.Namespace) -> Path:
     """Where a run writes its files."""
-    return results.folder(output / f"{settings.optimizer}-{settings.learning_rate:g}", settings)
+    name = f"{settings.optimizer}-{settings.learning_rate:g}-{options.validation_rows}"
+    return results.folder(output / name, settings)
 
 
 def train_all(wanted: Iterable[Settings], options: argparse.Namespace, output: Path) -> None:
     """Train what has not ended yet. Raises ValueError, before any training, for what cannot be trained."""
     left = []
     for each in wanted:
-        if (path := folder(output, each) / "config.json").is_file() and resuming.recorded(path) != each:
+        if (each.microbatches or 1) > each.batch_size:
             raise ValueError(
-                f"There is a run with other settings. Received: {str(path.parent)!r}. Try another --output."
+                f"A microbatch needs at least one row. Received: {each.label}, --batch-size {each.batch_size}. "
+                f"Try at most {each.batch_size} microbatches."
             )
-        if resuming.summary(folder(output, each)) is None:
+        if (path := folder(output, each, options) / "config.json").is_file():
+            results.check_alike([resuming.recorded(path), each])
+        if resuming.summary(path.parent) is None:
             left.append(each)
     if not left:
         return
@@ -177,12 +192,18 @@ def train_all(wanted: Iterable[Settings], options: argparse.Namespace, output: P
     data = data._replace(x_test=data.x_test[:rows], y_test=data.y_test[:rows])
     named = [f"{each.optimizer} {each.learning_rate:g}, {each.label}, seed {each.seed}" for each in left]
     for each in tracked(left, named):
-        train(each, data, folder(output, each), verbose=False, keep=False)
+        train(each, data, folder(output, each, options), verbose=False, keep=False)
         keras.utils.clear_session()  # or memory grows with every run
 
 
-def gathered(runs: Iterable[Settings], output: Path) -> list[Row]:
+def place(settings: Settings) -> tuple[str, float, str]:
+    """The line of the table that a run belongs to."""
+    return settings.optimizer, settings.learning_rate, settings.label
+
+
+def gathered(runs: Iterable[Settings], options: argparse.Namespace, output: Path) -> list[Row]:
     """A row for every run and validation; a run that has diverged has none after that."""
+    histories = ((each, folder(output, each, options) / "history.jsonl") for each in runs)
     return [
         {
             "optimizer": each.optimizer,
@@ -193,8 +214,9 @@ def gathered(runs: Iterable[Settings], output: Path) -> list[Row]:
             "minibatch": row["step"],
             "validation_loss": round(row["val_loss"], 4),
         }
-        for each in runs
-        for row in map(json.loads, (folder(output, each) / "history.jsonl").read_text(encoding="utf-8").splitlines())
+        for each, path in histories
+        if path.is_file()
+        for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())
     ]
 
 
@@ -206,28 +228,31 @@ def title(options: argparse.Namespace) -> str:
     )
 
 
-def report(rows: Sequence[Row]) -> str:
-    """The table."""
+def report(rows: Sequence[Row], runs: Sequence[Settings]) -> str:
+    """The table of the runs that have ended; of those that have diverged it says how many."""
     steps = sorted({row["minibatch"] for row in rows})
-    losses: dict[tuple[str, float, str], dict[tuple[int, int], float]] = {}
+    seeds = Counter(map(place, runs))
+    losses: dict[tuple[str, float, str], dict[tuple[int, int], float]] = {each: {} for each in seeds}
     for row in rows:
-        place = row["optimizer"], row["learning_rate"], row["scheme"]
-        losses.setdefault(place, {})[row["minibatch"], row["seed"]] = row["validation_loss"]
+        at = row["optimizer"], row["learning_rate"], row["scheme"]
+        losses[at][row["minibatch"], row["seed"]] = row["validation_loss"]
     lines = []
-    for (optimizer, learning_rate, scheme), found in losses.items():
-        single = losses.get((optimizer, learning_rate, SINGLE), {})
-        cells = [_cell(found, {} if scheme == SINGLE else single, step) for step in steps]
+    for at, found in losses.items():
+        optimizer, learning_rate, scheme = at
+        single = {} if scheme == SINGLE else losses.get((optimizer, learning_rate, SINGLE), {})
+        cells = [_cell(found, single, step, seeds[at]) for step in steps]
         lines.append((optimizer, f"{learning_rate:g}", scheme, *cells))
     return text_table(["optimizer", "rate", "scheme", *map(str, steps)], lines)
 
 
-def _cell(found: Mapping[tuple[int, int], float], single: Mapping[tuple[int, int], float], step: int) -> str:
+def _cell(found: Mapping[tuple[int, int], float], single: Mapping[tuple[int, int], float], step: int, runs: int) -> str:
     mine = {seed: loss for (at, seed), loss in found.items() if at == step}
     if not mine:
         return "diverged"
     mean = f"{sum(mine.values()) / len(mine):.3f}"
     both = [loss - single[step, seed] for seed, loss in mine.items() if (step, seed) in single]
-    return f"{mean} ({shown(both, 3, signed=True)})" if both else mean
+    cell = f"{mean} ({shown(both, 3, signed=True)})" if both else mean
+    return cell if len(mine) == runs else f"{cell}, {runs - len(mine)} of {runs} diverged"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,14 +45,16 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 def attentive_muon() -> type[keras.optimizers.Optimizer]:
     """Keras' Muon, of attentions' kernels too, which Keras' own leaves to AdamW because they have three axes.
 
-    Of these, a matrix with its heads joined is made orthogonal. Embeddings, biases and norms stay with AdamW.
+    Of these, a matrix with its heads joined is made orthogonal. Embeddings and all that has one axis stay with AdamW.
+    Biases of queries, keys and values, and positions, have two axes and are matrices, as for Keras' own.
     """
     import keras
 
     @keras.saving.register_keras_serializable("pipetrain_experiments")
     class AttentiveMuon(keras.optimizers.Muon):
         def _should_use_adamw(self, variable: Any) -> bool:
-            return len(variable.shape) not in (2, 3) or "embedding" in variable.path.lower()
+            kernel = SimpleNamespace(shape=variable.shape[:2], path=variable.path)  # as if it had two axes
+            return super()._should_use_adamw(kernel if len(variable.shape) == 3 else variable)
 
         def zeropower_via_newtonschulz5(self, x: Any, steps: int) -> Any:
             if len(x.shape) == 2:

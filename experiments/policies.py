@@ -114,7 +114,7 @@ class Run:
 class Outcome:
     """Validation accuracy and loss of the last weights; None if the loss of step ``stopped_at`` was not finite.
 
-    ``guessing`` is the loss of giving every class the same probability.
+    ``guessing`` is the loss of giving every class the same probability, of ten classes at least.
     """
 
     accuracy: float | None

@@ -42,8 +42,8 @@ def draw(study: Path, output: Path) -> Path:
         panel.set(xlabel="minibatches", title=title)
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("validation loss")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    shown = {label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=4)
     return save(figure, output)
 
 

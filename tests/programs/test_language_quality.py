@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 
 import keras
@@ -76,9 +77,30 @@ def test_the_table_has_differences_seed_by_seed():
         for scheme, losses in (("single", (5.0, 6.0)), ("vanilla", (5.5, 6.7)))
         for seed, x in enumerate(losses)
     ]
-    single, vanilla = language_quality.report(rows).splitlines()[-2:]
+    runs = [
+        each
+        for each in language_quality.planned(language_quality.parse(["--optimizer=adam", "--seeds=2"]))
+        if each.label in ("single", "vanilla")
+    ]
+    single, vanilla = language_quality.report(rows, runs).splitlines()[-2:]
     assert single.split()[-1] == "5.500"
     assert "6.100 (+0.600" in vanilla
+    single, vanilla = language_quality.report(rows[:3], runs).splitlines()[-2:]
+    assert "5.500 (+0.500), 1 of 2 diverged" in vanilla
+    assert language_quality.report(rows[:2], runs).splitlines()[-1].split()[-1] == "diverged"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps=2", "--every=3"], "--steps 2, --every 3. Try --every 2"),
+        (["--batch-size=4", "--scheme=spectrain/target/M=8"], "Try at most 4 microbatches"),
+    ],
+)
+def test_what_cannot_be_is_said_before_training(arguments, said, tmp_path, capsys):
+    with contextlib.suppress(SystemExit):
+        assert language_quality.main([*arguments, f"--output={tmp_path}"]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_help_teaches(capsys):
@@ -109,7 +131,7 @@ def test_the_study_small(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(datasets, "load", None)
     assert language_quality.main([*command, f"--optimizer={optimizers.ATTENTIVE}"]) == 0
     assert language_quality.main([*command, f"--optimizer={optimizers.ATTENTIVE}", "--steps=6"]) == 2
-    assert "other settings" in capsys.readouterr().err
+    assert "steps 4 and 6" in capsys.readouterr().err
 
 
 @pytest.mark.wide
