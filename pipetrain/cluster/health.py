@@ -123,7 +123,7 @@ class HealthMonitor:
             if self.lost is not None:
                 return
             what = "; ".join(
-                f"{named(address)}, {_place(self._stages[address])}: {each}" for address, each in why.items()
+                f"{named(address)}{_place(self._stages[address])}: {each}" for address, each in why.items()
             )
             who = "a worker" if len(why) == 1 else "workers"
             self.lost = WorkerLost(
@@ -147,4 +147,4 @@ class HealthMonitor:
 
 
 def _place(stages: Sequence[int]) -> str:
-    return f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
+    return f", {'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}" if stages else ""

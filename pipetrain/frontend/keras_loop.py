@@ -164,7 +164,7 @@ class KerasLoop(WrappedModel):
         """A session. Whatever ends it, the weights are in the model and threads have ended, unless a worker is lost."""
         self.check_compile_called(method)
         check_data(x, y)
-        with self._saying(verbose):
+        with self._saying(verbose), self._watched():
             self._settle(x, y, batch_size, users)
         with self._saying(verbose), self._watched() as watch:
             session = self._begin(x, y, batch_size, users, first_epoch)
@@ -357,6 +357,8 @@ class KerasLoop(WrappedModel):
             yield self._watch
             return
         stages_on = self._strategy.planner.layout.stages_on
+        if isinstance(self._strategy, AutoStrategy):  # what it tries may be on any of them
+            stages_on = {each: [] for each in self._strategy.devices} | stages_on
         with HealthMonitor(stages_on, self._lose) as watch, Meanwhile(self, _watch=watch):
             yield watch
 

@@ -85,6 +85,9 @@ class PipelineStrategy(RunnerStrategy):
             self._to_say = ""
         super().begin(session)
 
+    def _decide(self, rows: int | None) -> None:
+        self.planner.decided(rows)
+
     def _built(self, rows: int | None) -> Sequence[list[Stage]]:
         planner = self.planner
         return training_stages(

@@ -177,6 +177,7 @@ class RunnerStrategy:
         """Make the stages for this compilation; compiled again, the same optimizer keeps what it has gathered."""
         self._compilation.check_trained()
         self._made_as = trained_in(self.model)
+        self._decide(rows)
         with gc_paused():
             self._made_for_rows = rows or 0
             self._stages = self._lost.unless_lost(lambda: self._new_stages(rows))
@@ -186,6 +187,9 @@ class RunnerStrategy:
         stages = OptimizedStages(self._built(rows), self.model.trainable_variables)
         stages.go_on_from(self._stages)
         return stages
+
+    def _decide(self, rows: int | None) -> None:
+        """What a profile or measured links decide before there are stages: an interrupt ends it at once."""
 
     def _built(self, rows: int | None) -> Sequence[list[Stage]]:
         """Every stage's replicas, for minibatches of so many rows if that is known."""
@@ -263,6 +267,7 @@ class RunnerStrategy:
         if self._runner is None:
             self.planner.learn_shapes(data.shapes)
             self._make_runner(session.rows)
+            check_backup(session.callbacks, self._scheme.name, self._kinds_beside)
         pipeline = known(self._runner)
         if pipeline.trace_for(data.targets):
             self._compilation.check_traced(self._stages.first)

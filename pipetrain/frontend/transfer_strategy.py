@@ -132,6 +132,8 @@ class TransferStrategy(RunnerStrategy):
         self._topology = topology_of(options.topology) if isinstance(options, AllReduce) else None
         if isinstance(self._topology, Gossip):
             self._topology.neighbours(len(self._devices))  # raises for a graph of others
+        self._outer: OwnWeights | None = None
+        self._takes_slots = False  # whether it is to, from the compiled optimizer
         self._plans: dict[Plan, float] = {}  # as simulated, the shortest 1; one, once it is known which is taken
 
     @property
@@ -188,14 +190,17 @@ class TransferStrategy(RunnerStrategy):
         super().compiled(owner, loss, jit_compile)
         self._plans = {}
 
-    def _built(self, rows: int | None) -> Sequence[list[Stage]]:
-        (segment,) = self.planner.layout.segments(self.planner.chain)
-        self._segment = segment
+    def _decide(self, rows: int | None) -> None:
+        (self._segment,) = self.planner.layout.segments(self.planner.chain)
         self._plans = self._plans or self._planned(rows)
         self.plan = next(iter(self._plans))
+
+    def _built(self, rows: int | None) -> Sequence[list[Stage]]:
         loss = self._compilation.metrics.loss
         self._weights = [
-            Weights(segment, parts, self.optimizer, loss, len(self._devices), UpdateRule(momentum=not self._momentum))
+            Weights(
+                self._segment, parts, self.optimizer, loss, len(self._devices), UpdateRule(momentum=not self._momentum)
+            )
             for parts in (self._of_servers() if self._serves else self._of_workers())
         ]
         self._compressor = self._new_compressor()
@@ -204,14 +209,19 @@ class TransferStrategy(RunnerStrategy):
             weights.apart = number
         kept = [each.slots() for each in (self._compressor, self._outer) if each is not None]
         self._weights[0].worker_slots = [slot for slots in kept for slot in slots]
+        had = any(OF_WORKER.search(slot.kind) for slot in self._stages.slots())
+        self._takes_slots = self._outer is not None and not had
         return [list[Stage](self._weights)]
 
     def _prepare(self, rows: int | None, shapes: Shapes | None) -> None:
-        """Beside what all strategies do, workers with optimizers of their own begin with what the compiled one has."""
-        had = {slot.kind for slot in self._stages.slots()}
         super()._prepare(rows, shapes)
-        if self._outer is not None and not any(OF_WORKER.search(kind) for kind in had):
-            self._lost.unless_lost(self._outer.take_slots)
+        self._lost.unless_lost(self._take_slots)
+
+    def _take_slots(self) -> None:
+        """Workers with optimizers of their own begin with what the compiled one has."""
+        if self._takes_slots:
+            self._takes_slots = False
+            known(self._outer).take_slots()
 
     def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
         """Go on from there; workers with a pace of their own go on in their order, too."""
@@ -222,7 +232,9 @@ class TransferStrategy(RunnerStrategy):
     def _run_settings(self) -> RunSettings:
         if self._arrivals is not None:
             self._arrivals.sets_aside = known(self._fit).session.has_checkpoints
-        return super()._run_settings()
+        settings = super()._run_settings()
+        self._take_slots()  # where the data had to say first what the stages are
+        return settings
 
     @property
     def drains(self) -> bool:

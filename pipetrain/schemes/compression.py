@@ -42,6 +42,8 @@ class Compression:
         pass
 
     def __str__(self) -> str:
+        if self.name == Compression.name:  # one's own: two of these are not the same
+            return repr(self)
         value = getattr(self, self.first_option, None)
         return self.name if value == getattr(type(self), self.first_option, None) else f"{self.name}:{value}"
 

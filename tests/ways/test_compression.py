@@ -170,6 +170,41 @@ def test_momentum_that_cannot_be_corrected_is_refused():
         trained(optimizer=keras.optimizers.Adam(), compression=TopK(momentum_correction=True))
 
 
+class Table(keras.layers.Layer):
+    """Its gradient is rows, though it is no Embedding."""
+
+    def build(self, shape):
+        """One weight."""
+        self.rows = self.add_weight(shape=(5, 3), name="rows")
+
+    def call(self, x):
+        """The rows by their numbers."""
+        return tf.gather(self.rows, tf.cast(x[:, 0], tf.int32))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"scheme": pipetrain.AllReduce(compression=TopK(0.4)), "devices": DEVICES[:2]},
+        {
+            "scheme": pipetrain.OneFOneB(replica_compression=TopK(0.4)),
+            "devices": DEVICES[:3],
+            "cuts": ["table"],
+            "replicas": (2, 1),
+            "microbatches": 1,
+        },
+    ],
+    ids=["all-reduce", "1f1b"],
+)
+def test_rows_of_other_layers_have_no_momentum_to_correct(way):
+    """They are not compressed: the momentum, which is taken from the optimizer, would be nowhere."""
+    model = keras.Sequential([keras.Input((2,)), Table(name="table"), keras.layers.Dense(1)])
+    pm = pipetrain.PipelineModel(model, **way)
+    pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), "mse")
+    with pytest.raises(ValueError, match=r"rows for \[.*table/rows'\]. Try momentum_correction=False"):
+        pm.fit(np.zeros((8, 2)), np.ones((8, 1)), batch_size=8, verbose=0)
+
+
 def test_rows_of_embeddings_are_sent_as_they_are():
     """With few elements of everything else, whose momentum stays the optimizer's then."""
     rows = np.arange(60 * 6).reshape(60, 6) % 20

@@ -7,6 +7,7 @@ import keras
 import networks
 import numpy as np
 import pytest
+import tensorflow as tf
 from checkpointed import STEPS
 from checkpointed import run as checkpointed
 from transfer_models import convolutional, words
@@ -192,3 +193,28 @@ def test_what_cannot_be_is_refused():
     late = Plan(Phase(), Phase((Pack((0, 1, 2, 3), 4),)), Phase((Pack((4, 5), 4),)))
     with pytest.raises(ValueError, match="nothing late"):
         trained("local:2", order=late)
+
+
+def of_open_shape(known):
+    """Minibatches without end, whose data tell the length of a row's sequence or leave it open."""
+    x = np.random.default_rng(0).normal(size=(8, 5, 4)).astype("float32")
+    specs = tf.TensorSpec((8, 5 if known else None, 4)), tf.TensorSpec((8, 1))
+    return tf.data.Dataset.from_generator(lambda: iter([(x, np.ones((8, 1)))] * 8), output_signature=specs)
+
+
+@pytest.mark.parametrize("synchrony", [None, "local:2"])
+def test_where_the_first_minibatch_tells_the_shapes_weights_are_the_same(synchrony):
+    """Workers begin with what the compiled optimizer has gathered, also if they are made only then."""
+    found = []
+    for known in (True, False):
+        keras.utils.set_random_seed(1)
+        dense, pool = keras.layers.Dense(4), keras.layers.GlobalAveragePooling1D()
+        model = keras.Sequential([keras.Input((None, 4)), dense, pool, keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+        model.compile(optimizer, "mse")
+        model.fit(np.ones((8, 5, 4)), np.ones((8, 1)), epochs=2, verbose=0)
+        pm = networks.in_way(model, scheme="all-reduce", devices=DEVICES[:2], order="none", synchrony=synchrony)
+        pm.compile(optimizer, "mse")
+        pm.fit(of_open_shape(known), epochs=1, verbose=0)
+        found.append(pm.get_weights())
+    networks.assert_equal(*found)

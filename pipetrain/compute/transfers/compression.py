@@ -360,6 +360,15 @@ class Compressor:
                 zeros_of(codec.spec) if self._momentum else None,
             )
 
+    def check_dense(self, rows: Collection[int]) -> None:
+        """Raise ValueError for gradients that are rows where messages have the momentum: these would have none."""
+        if self._momentum and rows:
+            names = [self._originals[n].path for n in sorted(rows)]
+            raise ValueError(
+                f"Momentum correction needs gradients that are no rows. Received: compression={self.options!r}, rows "
+                f"for {names}. Try momentum_correction=False."
+            )
+
     def slots(self) -> list[Slot]:
         """What workers keep from step to step, as slots of the weights that it belongs to."""
         return [slot for worker, _ in enumerate(self._kept) for slot in self.slots_of(worker)]
@@ -393,6 +402,7 @@ class Compressor:
         step = cache(step)
         variables = [n for n in order.phase.variables if n in like]
         dense = [n for n in variables if not isinstance(like[n], tf.IndexedSlices)]
+        self.check_dense({*variables} - {*dense})
         self.learn({n: like[n] for n in dense})
         wires = {n: tf.TensorSpec([self._codecs[n].sent_bytes], tf.uint8) for n in dense}
         sent = [
@@ -515,7 +525,9 @@ class ReplicaSums:
     @cached_property
     def numbers(self) -> list[int]:
         """Which of the stage's gradients are sent so, once the stage has been traced: those that are no rows."""
-        found = [n for n, each in enumerate(self._stages[0].gradients_given) if isinstance(each, tf.TensorSpec)]
+        given = dict(enumerate(self._stages[0].gradients_given))
+        found = [n for n, each in given.items() if isinstance(each, tf.TensorSpec)]
+        self._compressor.check_dense([self._number[n] for n in given if n not in found and given[n] is not None])
         self._compressor.learn({self._number[n]: self._like[self._number[n]] for n in found})
         return found
 
