@@ -301,6 +301,9 @@ def global_seed(make: bool = True) -> Any:
     return global_seed_generator().state
 
 
+UNINITIALIZED = "uninitialized_variables"  # made within scopes, at whose end they get values
+
+
 def with_state_of_keras(call: Callable[[], Value]) -> Callable[[], Value]:
     """A call for another thread: it has this one's global seed and policies, which Keras keeps for each thread."""
     mine = vars(global_state.GLOBAL_STATE_TRACKER)  # of the module itself: clear_session makes another
@@ -309,6 +312,7 @@ def with_state_of_keras(call: Callable[[], Value]) -> Callable[[], Value]:
         own, here = vars(global_state.GLOBAL_STATE_TRACKER), dict(mine)
         own.clear()  # an earlier call may have left its seed
         own.update(here)
+        own.pop(UNINITIALIZED, None)  # a list that both would add to, and make the values of: a second time is an error
         try:
             return call()
         finally:

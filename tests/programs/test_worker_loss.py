@@ -26,7 +26,7 @@ from transfer_models import noisy
 from pipetrain.cluster import health, sockets
 from pipetrain.cluster.health import NOTICED_S, HealthMonitor, WorkerLost
 from pipetrain.cluster.sockets import remote_addresses, sever
-from pipetrain.compute.keras_private import global_seed
+from pipetrain.compute.keras_private import global_seed, with_state_of_keras
 from pipetrain.run import control
 from pipetrain.run.control import LOST_S, LostWorker
 from pipetrain.run.stage_work import StageWork
@@ -234,6 +234,25 @@ def test_calls_of_another_thread_draw_what_this_one_would(monkeypatch, settings)
     expected = trained()
     monkeypatch.setattr("pipetrain.run.control.is_remote", lambda device: True)
     networks.assert_equal(trained(), expected)
+
+
+def test_variables_that_another_thread_makes_in_a_scope_get_values_once():
+    """Layers make seeds in their first call; this thread's list of what has no value yet is not that thread's."""
+    make = keras.initializers.Zeros()
+    made = []
+    with keras.StatelessScope():  # this thread has a list from now on
+        keras.Variable(make, shape=(2,))
+
+    def call() -> None:
+        with keras.StatelessScope():
+            made.append(keras.Variable(make, shape=(2,)))
+
+    thread = threading.Thread(target=with_state_of_keras(call))
+    thread.start()
+    thread.join()
+    with keras.StatelessScope():
+        made.append(keras.Variable(make, shape=(2,)))
+    assert [each.value.shape for each in made] == [(2,), (2,)]
 
 
 @pytest.mark.slow
