@@ -174,7 +174,12 @@ def check_weights(model: keras.Model, arrays: Arrays, path: Path) -> None:
 
 def assign(model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]) -> list[str]:
     """Put the arrays back where ``named`` found them; gives the kinds of slots that were not among them."""
-    numbers = {id(variable): n for n, variable in enumerate(model.variables)}
+    assign_model(model, arrays)
+    return assign_gathered(model, arrays, slots, shared)
+
+
+def assign_model(model: keras.Model, arrays: Arrays) -> None:
+    """Of these the model's own: weights and state."""
     for n, variable in enumerate(model.variables):
         variable.assign(arrays[f"weight/{n}"])
     state = numbered(arrays, "beside")
@@ -182,6 +187,13 @@ def assign(model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: It
         global_seed()  # is made
     for variable, array in zip(beside(model), state, strict=False):  # older files have none
         _assign(variable, array)
+
+
+def assign_gathered(
+    model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]
+) -> list[str]:
+    """Of these what optimizers have gathered; gives the kinds of slots that were not among them."""
+    numbers = {id(variable): n for n, variable in enumerate(model.variables)}
     missing = set()
     for slot in slots:
         if not _assign(slot.variable, arrays.get(f"slot/{numbers[id(slot.weight)]}/{slot.kind}")):

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import assign, collected
+from pipetrain.checkpoint.state import assign_model, collected
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.graph.inputs import Shapes, shapes_of_data
 from pipetrain.compute.keras_private import rate_of
@@ -140,7 +140,7 @@ def kept(model: keras.Model) -> Iterator[None]:
     try:
         yield
     finally:
-        assign(model, arrays, (), ())
+        assign_model(model, arrays)
         random.setstate(drawn)
         np.random.set_state(of_numpy)
 

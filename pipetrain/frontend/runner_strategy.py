@@ -14,7 +14,8 @@ from pipetrain.checkpoint.state import (
     OF_WORKER,
     Arrays,
     RunState,
-    assign,
+    assign_gathered,
+    assign_model,
     assign_scale,
     collected,
     leave_out,
@@ -421,9 +422,9 @@ class RunnerStrategy:
 
     def _assigned(self, arrays: Arrays) -> list[str]:
         """Put them back; gives what was not there. What this process has is put back even if a worker is lost."""
-        assign(self.model, arrays, (), ())
+        assign_model(self.model, arrays)
         slots, shared = self._stages.slots(), self._stages.shared()
-        return self._lost.unless_lost(lambda: assign(self.model, arrays, slots, shared))
+        return self._lost.unless_lost(lambda: assign_gathered(self.model, arrays, slots, shared))
 
     def _kept_in(self, arrays: Arrays, about: dict[str, Any]) -> Kept | None:
         """What devices held, if the run is trained as this one is; else that is left out."""
