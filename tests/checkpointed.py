@@ -52,3 +52,12 @@ def run(directory, stop_after=None, data=arrays, callbacks=(), every_steps=4, ve
     except InterruptedError:
         return pm, None
     return pm, history
+
+
+def assert_goes_on_bitwise(directory, **way):
+    """Stopped in the midst and resumed, training in this way ends with the weights of a run that was not."""
+    whole, _ = run(directory / "whole", **way)
+    _, history = run(directory / "stopped", stop_after=STEPS + 3, **way)
+    assert history is None
+    again, _ = run(directory / "stopped", **way)
+    networks.assert_equal(again.get_weights(), whole.get_weights())

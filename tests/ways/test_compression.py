@@ -12,8 +12,7 @@ import parameters
 import pytest
 import reference
 import tensorflow as tf
-from checkpointed import STEPS
-from checkpointed import run as checkpointed
+from checkpointed import assert_goes_on_bitwise
 from transfer_models import words
 
 import pipetrain
@@ -132,11 +131,7 @@ def test_what_was_sent_and_what_is_left_are_all_gradients(scheme, compression):
 )
 def test_a_run_that_is_stopped_goes_on_bitwise(scheme, compression, tmp_path):
     way = {"scheme": scheme, "devices": DEVICES, "order": "layerwise", "compression": compression}
-    whole, _ = checkpointed(tmp_path / "whole", **way)
-    _, history = checkpointed(tmp_path / "stopped", stop_after=STEPS + 3, **way)
-    assert history is None
-    again, _ = checkpointed(tmp_path / "stopped", **way)
-    networks.assert_equal(again.get_weights(), whole.get_weights())
+    assert_goes_on_bitwise(tmp_path, **way)
 
 
 @pytest.mark.parametrize("way", [AS_WORKERS, AS_REPLICAS])
@@ -374,11 +369,7 @@ def test_threads_send_what_functions_do_and_no_compression_is_none(scheme, monke
 )
 def test_a_pipeline_that_is_stopped_goes_on_bitwise(scheme, name, tmp_path):
     way = {"scheme": scheme, "compression": name}
-    whole, _ = checkpointed(tmp_path / "whole", **way)
-    _, history = checkpointed(tmp_path / "stopped", stop_after=STEPS + 3, **way)
-    assert history is None
-    again, _ = checkpointed(tmp_path / "stopped", **way)
-    networks.assert_equal(again.get_weights(), whole.get_weights())
+    assert_goes_on_bitwise(tmp_path, **way)
 
 
 @pytest.mark.wide
@@ -593,11 +584,7 @@ def test_whole_messages_are_no_compression():
 )
 def test_replicas_that_are_stopped_go_on_bitwise(scheme, name, tmp_path):
     way = {"scheme": scheme, "replica_compression": name, "replicas": (2, 1, 1)}
-    whole, _ = checkpointed(tmp_path / "whole", **way)
-    _, history = checkpointed(tmp_path / "stopped", stop_after=STEPS + 3, **way)
-    assert history is None
-    again, _ = checkpointed(tmp_path / "stopped", **way)
-    networks.assert_equal(again.get_weights(), whole.get_weights())
+    assert_goes_on_bitwise(tmp_path, **way)
 
 
 @pytest.mark.wide

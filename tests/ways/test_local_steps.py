@@ -8,7 +8,7 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
-from checkpointed import STEPS
+from checkpointed import STEPS, assert_goes_on_bitwise
 from checkpointed import run as checkpointed
 from transfer_models import convolutional, words
 
@@ -92,11 +92,7 @@ def test_a_run_that_is_stopped_goes_on_bitwise(compression, tmp_path):
     synchrony = LocalSGD(steps=2, rate=0.7, momentum=0.9)
     way = {"scheme": "all-reduce", "devices": DEVICES, "order": "none", "synchrony": synchrony}
     way["compression"] = compression
-    whole, _ = checkpointed(tmp_path / "whole", **way)
-    _, history = checkpointed(tmp_path / "stopped", stop_after=STEPS + 3, **way)
-    assert history is None
-    again, _ = checkpointed(tmp_path / "stopped", **way)
-    networks.assert_equal(again.get_weights(), whole.get_weights())
+    assert_goes_on_bitwise(tmp_path, **way)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import networks
 import numpy as np
 import parameters
 import pytest
-from checkpointed import STEPS
-from checkpointed import run as checkpointed
+from checkpointed import assert_goes_on_bitwise
 from transfer_models import words
 
 import pipetrain
@@ -128,11 +127,7 @@ def test_rows_of_embeddings():
 @pytest.mark.parametrize("scheme", ["all-reduce", "parameter-server"])
 def test_a_run_that_is_stopped_goes_on_bitwise(scheme, compression, tmp_path):
     way = {"scheme": scheme, "devices": DEVICES, "order": "none", "synchrony": "stale:1", "compression": compression}
-    whole, _ = checkpointed(tmp_path / "whole", **way)
-    _, history = checkpointed(tmp_path / "stopped", stop_after=STEPS + 3, **way)
-    assert history is None
-    again, _ = checkpointed(tmp_path / "stopped", **way)
-    networks.assert_equal(again.get_weights(), whole.get_weights())
+    assert_goes_on_bitwise(tmp_path, **way)
 
 
 @pytest.mark.parametrize(("scheme", "order"), [WAYS[0], *parameters.widely(*WAYS[1:])])

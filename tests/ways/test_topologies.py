@@ -8,7 +8,7 @@ import networks
 import numpy as np
 import pytest
 import tensorflow as tf
-from checkpointed import STEPS
+from checkpointed import STEPS, assert_goes_on_bitwise
 from checkpointed import run as checkpointed
 from transfer_models import words
 
@@ -210,11 +210,7 @@ def test_what_workers_give_and_take_is_whole(graph, workers):
 @pytest.mark.wide
 def test_a_run_that_is_stopped_goes_on_bitwise(synchrony, tmp_path):
     way = {"scheme": "all-reduce", "devices": devices(4), "stages": None, "order": "none", "topology": "gossip"}
-    whole, _ = checkpointed(tmp_path / "whole", synchrony=synchrony, **way)
-    _, history = checkpointed(tmp_path / "stopped", stop_after=STEPS + 3, synchrony=synchrony, **way)
-    assert history is None
-    again, _ = checkpointed(tmp_path / "stopped", synchrony=synchrony, **way)
-    networks.assert_equal(again.get_weights(), whole.get_weights())
+    assert_goes_on_bitwise(tmp_path, synchrony=synchrony, **way)
 
 
 @pytest.mark.wide
