@@ -19,8 +19,8 @@ from pipetrain.run.control import CallThread, Control, RunSettings
 from pipetrain.run.gradient_exchange import here
 from pipetrain.run.pipeline import KEPT_SPANS
 from pipetrain.run.stepwise import Stepwise
-from pipetrain.run.tree_worker import Delivered, Job, TreeExchange, TreeStep, TreeWorker, received
-from pipetrain.schemes.coded_reduce import ROOT, Tree
+from pipetrain.run.tree_worker import Delivered, Job, Summed, TreeExchange, TreeStep, TreeWorker, received
+from pipetrain.schemes.coded_reduce import Tree
 from pipetrain.trace.records import Span
 
 
@@ -75,25 +75,24 @@ class CodedRunner(Stepwise):
         self._root.groups[0].set_rate(self._rate())  # that of the minibatch is as old as its reading
         step = TreeStep(self._steps_done, x, (y, sample_weight), self._seeds)
         self._exchange.begin(step, self._weights)
-        updated = self._update(step)
-        used = [each for _, each in self._exchange.used()]
-        result = self._result(updated, used, int(x[0].shape[0]))
+        summed = self._control.guarded(lambda: self._exchange.summed(step))
+        updated = self._update(step, summed)
+        result = self._result(updated, summed.used, int(x[0].shape[0]))
         for worker in self._exchange.end():
             self.stragglers[worker] += 1
         self._stepped(result)
 
-    def _update(self, step: TreeStep) -> CodedUpdate:
-        """Wait for the sum, and update the weights."""
-        functions, number = self._functions, self.made + step.number
+    def _update(self, step: TreeStep, summed: Summed) -> CodedUpdate:
+        """Update the weights by the sum."""
+        functions, number, decoded = self._functions, self.made + step.number, summed.decoded
         assert functions is not None  # since the start
-        decoded = self._control.guarded(lambda: self._exchange.decoded(ROOT, step))
         start_s = time.perf_counter()
         updated = functions.update([each.messages for each in decoded.children], decoded.coefficients)
         self._weights = updated.weights
         for group in self._root.groups:
             group.updated()
         if self._seeds:
-            left = next(each.computed.seeds for _, each in self._exchange.used() if each.computed.seeds)
+            left = next(each.computed.seeds for each in summed.used if each.computed.seeds)
             self._seeds = self._lost.unless_lost(lambda: here(left))
         for each in received(decoded.children, 0, number, functions.size_bytes):
             self._transfers.append(each)

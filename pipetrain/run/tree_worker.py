@@ -75,6 +75,13 @@ class Decoded(NamedTuple):
         return [each.worker for each in self.children]
 
 
+class Summed(NamedTuple):
+    """Children of the root whose messages give the sum, and every worker whose messages are in it."""
+
+    decoded: Decoded
+    used: list[Delivered]
+
+
 class TreeExchange:
     """One step at a time. Threads wait here, and nowhere else, for what others bring.
 
@@ -139,8 +146,20 @@ class TreeExchange:
             self._changed.notify_all()
 
     def decoded(self, parent: int, step: TreeStep) -> Decoded:
-        """Children of a parent, or of the root, that have the sum, as soon as there are some."""
+        """Children of a parent that have the sum, as soon as there are some."""
         return self._awaited(step, lambda: self._sufficient(parent))
+
+    def summed(self, step: TreeStep) -> Summed:
+        """Children of the root that have the sum, as soon as there are some, and all workers that are in it.
+
+        Both are of one moment: a worker that fails closes the exchange, which then knows of none.
+        """
+
+        def there() -> Summed | None:
+            found = self._sufficient(ROOT)
+            return None if found is None else Summed(found, self._used())
+
+        return self._awaited(step, there)
 
     def _sufficient(self, parent: int) -> Decoded | None:
         arrived = self._arrived.get(parent, [])
@@ -151,15 +170,14 @@ class TreeExchange:
         self._decoded[parent] = Decoded([by_place[place] for place, _ in found], tuple(each for _, each in found))
         return self._decoded[parent]
 
-    def used(self) -> list[tuple[int, Delivered]]:
+    def _used(self) -> list[Delivered]:
         """Of the step that the root has decoded every worker whose messages are in the sum, after its parent."""
-        with self._changed:
-            found, parents = list[tuple[int, Delivered]](), [ROOT]
-            for parent in parents:
-                mine = self._decoded[parent].children if parent in self._decoded else []
-                found += [(parent, each) for each in mine]
-                parents += [each.worker for each in mine]
-            return found
+        found, parents = list[Delivered](), [ROOT]
+        for parent in parents:
+            mine = self._decoded[parent].children if parent in self._decoded else []
+            found += mine
+            parents += [each.worker for each in mine]
+        return found
 
     def end(self) -> list[int]:
         """The root ends the step; the workers that were left behind.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from functools import partial
 
@@ -360,6 +361,36 @@ def test_what_a_worker_raises_ends_training_with_a_note_and_it_may_go_on(worker,
     before = int(pm.optimizer.iterations)
     networks.fit(pm, *DATA)
     assert int(pm.optimizer.iterations) == before + 4
+
+
+def test_a_late_worker_that_fails_while_the_root_updates_ends_training_after_the_step(monkeypatch):
+    """The sum was there without it: the step is whole, with outputs and seeds, and the next one raises."""
+    layers = [keras.layers.Dense(8), keras.layers.Dropout(0.2, seed=1), keras.layers.Dense(networks.CLASSES)]
+    pm = networks.in_way(keras.Sequential([keras.Input((networks.FEATURES,)), *layers]), **tree(3))
+    pm.compile("sgd", networks.crossentropy())
+    compute, update, summed, steps = TreeWorker._compute, CodedFunctions.update, threading.Event(), []
+
+    def broken(self, step, parts, weights):
+        if (self.worker, step.number) == (2, 1):
+            assert summed.wait(60)
+            raise OSError("no such row")
+        return compute(self, step, parts, weights)
+
+    def updated(self, *given):
+        made = update(self, *given)
+        steps.append(made)
+        if len(steps) == 2:
+            summed.set()
+            while not inside.runner(pm)._control.closed:
+                time.sleep(1e-3)
+        return made
+
+    monkeypatch.setattr(TreeWorker, "_compute", broken)
+    monkeypatch.setattr(CodedFunctions, "update", updated)
+    with pytest.raises(OSError, match="no such row") as raised:
+        networks.fit(pm, *DATA)
+    assert raised.value.__notes__ == ["Raised in step 1 of worker 2"]
+    assert len(steps) == int(pm.optimizer.iterations) == 2
 
 
 @pytest.mark.parametrize(
