@@ -287,7 +287,7 @@ class Arrivals:
         replay: the file to follow, None for none.
 
     ``sets_aside``: whether a record that is there, where training begins anew, is of a run that ended before its first
-    checkpoint: it is renamed then.
+    checkpoint: it is renamed then. ``replay`` is what was given.
 
     Raises ValueError for a file that cannot be followed, and for one that cannot be written.
     """
@@ -296,7 +296,7 @@ class Arrivals:
 
     def __init__(self, record: str | None, replay: str | None) -> None:
         self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
-        self._order = [] if replay is None else _events(Path(replay), "replay")
+        self._order, self.replay = [] if replay is None else _events(Path(replay), "replay"), replay
         self._next = 0  # which event of the order is due
         self._file = None if record is None else _writable(Path(record))
         self._is_mine = False  # whether what is in the file is of this model
@@ -334,8 +334,8 @@ class Arrivals:
         if any(after <= before for before, after in pairwise(taken)):
             raise ValueError(
                 "The order is of a model that was compiled anew with another optimizer, whose minibatches count from 0 "
-                f"again: where a checkpoint after {minibatches} is in it, is not known. Received: replay= with such a "
-                "file. Try a run from the beginning, or recordings of a model that is compiled once."
+                f"again: where a checkpoint after {minibatches} is in it, is not known. Received: "
+                f"replay={self.replay!r}. Try a run from the beginning, or recordings of a model that is compiled once."
             )
         if self._order:
             left, self._next = minibatches - self._order[0].minibatch, 0
@@ -487,7 +487,8 @@ class Exchange:
             if number not in self._results:
                 due = " ".join(map(str, self._arrivals.due or ()))
                 raise ValueError(
-                    f"This run is not the one that was recorded. Received: replay= with {due!r} as what is done next. "
+                    "This run is not the one that was recorded. Received: "
+                    f"replay={self._arrivals.replay!r}, with {due!r} as what is done next. "
                     "Try the data, the workers, the bound and the checkpoints of that run."
                 )
             return self._results.pop(number)

@@ -93,7 +93,7 @@ def _module(path: Path, changed_ns: int) -> ModuleType:
     except Exception as error:
         del sys.modules[about.name]
         raise ValueError(
-            f"The file cannot be executed: {type(error).__name__}: {error}. Received: {str(path)!r}. "
+            f"The file cannot be executed: {type(error).__name__}: {error}. Received: scheme={str(path)!r}. "
             f"Try python {path.name}."
         ) from error
     return module

@@ -178,7 +178,7 @@ def test_an_order_that_cannot_be_is_no_deadlock(tmp_path):
     """Recorded with another bound, with more workers, or of a run that drains elsewhere."""
     file = str(tmp_path / "order")
     trained(Asynchronous(6, record=file), epochs=1)
-    problem = "not the one that was recorded"
+    problem = "not the one that was recorded.*replay='.*order', with 't.*Try the data"
     with pytest.raises(ValueError, match=problem):
         trained(Asynchronous(0, replay=file), epochs=1)
     with pytest.raises(ValueError, match=problem):
@@ -329,5 +329,5 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path):
 def test_a_replay_of_several_compilations_goes_on_from_no_checkpoint(tmp_path):
     file = tmp_path / "order"
     file.write_text("taken 0 0 0\napplied 0 0 0\ntaken 0 0 0\napplied 0 0 0\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"compiled anew.*after 1 is in it"):
+    with pytest.raises(ValueError, match=r"compiled anew.*after 1 is in it.*replay='.*order'. Try"):
         Arrivals(None, str(file)).go_on(1)
