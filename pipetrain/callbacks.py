@@ -456,9 +456,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         about, position, epochs = found.about, Position(*found.about["position"]), self.params["epochs"]
         if about["ended"]:  # by EarlyStopping, whatever epochs are left
             position = Position(max(epochs, position.epoch), 0)
-        missing = self._session.restore(found, position)
+        changed = self._session.restore(found, position)
         self._resumed, self._position, self._saved_at = found, position, about["updates"]
-        different = [*_differences(self._session.about(), about), *(f"{kind} from zero" for kind in missing)]
+        different = [*_differences(self._session.about(), about), *changed]
         done = f"{counted(about['updates'], 'step')} done"
         if about["ended"]:
             done += ", after which EarlyStopping had ended training: nothing is left"

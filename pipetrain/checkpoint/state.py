@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -24,6 +24,8 @@ from pipetrain.compute.keras_private import CALLBACK_STATE, count_of, global_see
 from pipetrain.compute.optimizer.gradient_scaling import LossScale, is_dynamic, stepping
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.profiling.progress import Progress
+from pipetrain.compute.transfers.compression import RESIDUALS, UNSENT
+from pipetrain.logs import counted
 
 
 class TrainingTime:
@@ -111,7 +113,7 @@ def _pass_over(epoch_iterator: Any, steps: Iterator[Any]) -> None:
 
 
 Arrays = dict[str, np.ndarray]
-OF_WORKER = re.compile(r"_of_worker_\d+$")  # how the kinds of slots end that each worker has
+OF_DEVICE = re.compile(r"(_of_stage_\d+)?_of_worker_\d+$")  # how the kinds of slots end that each device has
 
 
 class RunState(NamedTuple):
@@ -173,7 +175,7 @@ def check_weights(model: keras.Model, arrays: Arrays, path: Path) -> None:
 
 
 def assign(model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]) -> list[str]:
-    """Put the arrays back where ``named`` found them; gives the kinds of slots that were not among them."""
+    """Put the arrays back where ``named`` found them; gives what ``assign_gathered`` does."""
     assign_model(model, arrays)
     return assign_gathered(model, arrays, slots, shared)
 
@@ -192,16 +194,55 @@ def assign_model(model: keras.Model, arrays: Arrays) -> None:
 def assign_gathered(
     model: keras.Model, arrays: Arrays, slots: Iterable[Slot], shared: Iterable[Sequence[Any]]
 ) -> list[str]:
-    """Of these what optimizers have gathered; gives the kinds of slots that were not among them."""
-    numbers = {id(variable): n for n, variable in enumerate(model.variables)}
-    missing = set()
-    for slot in slots:
-        if not _assign(slot.variable, arrays.get(f"slot/{numbers[id(slot.weight)]}/{slot.kind}")):
-            missing.add(OF_WORKER.sub("", slot.kind.strip("_")))
+    """Of these what optimizers and devices have gathered.
+
+    Gives what begins anew, and what devices had gathered that none goes on with, each as a text.
+    """
+    numbers, missing = {id(variable): n for n, variable in enumerate(model.variables)}, set[str]()
+    places = [(f"slot/{numbers[id(slot.weight)]}/{slot.kind}", slot.variable) for slot in slots]
+    unsent, left_out = handed_on(arrays, [name for name, _ in places])
+    for name, variable in places:
+        array = unsent.get(name, arrays.get(name))
+        if array is None and _kind(name) in RESIDUALS:  # all had been sent
+            array = np.zeros(tuple(variable.shape), np.float32)
+        if not _assign(variable, array):
+            missing.add(_kind(name))
     for variables in shared:
         for n, variable in enumerate(variables):
             _assign(variable, arrays.get(f"shared/{n}"))
-    return sorted(missing)
+    return [*(f"{kind} from zero" for kind in sorted(missing)), *left_out]
+
+
+def handed_on(arrays: Arrays, names: Collection[str]) -> tuple[Arrays, list[str]]:
+    """What devices that are gone had not sent yet, with what those of these names had not, to which it is added.
+
+    With error feedback, and with momentum that devices have, only the sum over all devices of a weight counts: what was
+    sent plus what is left is the sum of all gradients. New devices begin with zeros. Also gives, as texts, what devices
+    had gathered that none of these names goes on with.
+    """
+    here, found, left = defaultdict[str, list[str]](list), Arrays(), defaultdict[str, set[str]](set)
+    for name in dict.fromkeys(names):
+        here[OF_DEVICE.sub("", name)].append(name)
+    turns = Counter[str]()
+    for name in sorted(name for name in arrays if name.startswith("slot/") and OF_DEVICE.search(name)):
+        weight = OF_DEVICE.sub("", name)
+        if weight.rpartition("/")[2] not in UNSENT or weight not in here:
+            if name not in names:
+                left[_kind(name)].add(name.rpartition("/")[2])
+            continue
+        for each in here[weight]:
+            if each not in found:
+                found[each] = arrays[each] if each in arrays else np.zeros_like(arrays[name])
+        if name not in found:
+            taker = here[weight][turns[weight] % len(here[weight])]
+            found[taker] = found[taker] + arrays[name]
+            turns[weight] += 1
+    return found, [f"{kind} of {counted(len(devices), 'device')} left out" for kind, devices in sorted(left.items())]
+
+
+def _kind(name: str) -> str:
+    """What a slot is, of the name of its array."""
+    return OF_DEVICE.sub("", name.rpartition("/")[2].strip("_"))
 
 
 def not_finite(arrays: Arrays) -> set[str]:

@@ -252,14 +252,14 @@ class DataParallelStrategy:
         return RunState(values | scale_arrays(known(self.optimizer)), {})
 
     def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
-        """Go on from there; gives what was not there."""
+        """Go on from there; gives what is not as it was, see ``assign_gathered``."""
         leave_out(about)
         updates, fitted = about["updates"], about["fitted"]
-        missing = assign(self.model, arrays, self._slots(), [self._part().shared])
+        changed = assign(self.model, arrays, self._slots(), [self._part().shared])
         count_of(known(self.optimizer)).assign(updates)
         assign_scale(known(self.optimizer), arrays, updates)
         self._fitted_from = updates - fitted
-        return missing
+        return changed
 
     def _part(self) -> OptimizerPart:
         return OptimizerPart(known(self.optimizer), weights_of(known(self.optimizer)))

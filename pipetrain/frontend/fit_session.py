@@ -51,7 +51,7 @@ class Resumable(Protocol):
         """All that training needs to go on from the step at hand."""
 
     def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
-        """Go on from there; gives what was not there. ``about`` is what the checkpoint says of itself.
+        """Go on from there; gives what is not as it was, as texts. ``about`` is what the checkpoint says of itself.
 
         What was in flight and cannot be gone on with is left out, see ``leave_out``, which changes ``about``.
         """
@@ -203,7 +203,7 @@ class FitSession:
     def restore(self, found: Checkpoint, position: Position) -> list[str]:
         """Let the ``fit`` that has just begun go on from there, at this position in its data.
 
-        Gives the optimizer's slots that are not among the arrays, and start anew. Raises ValueError for another
+        Gives what optimizers and devices had gathered that is not as it was, as texts. Raises ValueError for another
         model's state.
         """
         path, arrays, about = found
@@ -216,14 +216,14 @@ class FitSession:
         if self._trains_otherwise(about):
             leave_out(about)
         self.rows_before = about.get("batch_size")
-        missing = self._trainer.restore(arrays, about)
+        changed = self._trainer.restore(arrays, about)
         if self._begun_rate is not None and about["begun_rate"] == self._begun_rate:  # else the user has set another
             self._owner.optimizer.learning_rate = about["epoch_rate"]
             self._rate_within = about["learning_rate"] if position.step else None
         epoch, self._steps_done = position
         set_initial_epoch(self._owner, epoch)
         start_at(self._epoch_iterator, position, self._first_epoch, self._owner.is_verbose)
-        return missing
+        return changed
 
     def _trains_otherwise(self, about: dict[str, Any]) -> bool:
         """Whether a checkpoint's run was trained in another way, with which what was in flight is of no use."""

@@ -22,8 +22,7 @@ from pipetrain.compute.functions.weight_groups import Shared
 from pipetrain.compute.graph.blocks import Chain, cut_points, why_together
 from pipetrain.compute.graph.inputs import Shapes
 from pipetrain.compute.graph.segment import Segment
-from pipetrain.compute.graph.sharing import sharing
-from pipetrain.compute.keras_private import flat_layers
+from pipetrain.compute.graph.sharing import embeddings, sharing
 from pipetrain.compute.optimizer.gradient_scaling import build_scale, stepping
 from pipetrain.compute.optimizer.slots import Slot, adopt
 from pipetrain.compute.tensorflow_private import memory_of_devices
@@ -372,13 +371,6 @@ def training_stages(
             for number, stage in enumerate(stages):
                 stage.sums, stage.worker_slots = sums, sums.slots_of(number)
     return _shown(built, is_shown)
-
-
-def embeddings(model: keras.Model, variables: Sequence[Any]) -> set[int]:
-    """The numbers of variables whose gradients are rows."""
-    tables = [layer for layer in flat_layers(model) if isinstance(layer, keras.layers.Embedding)]
-    found = {id(variable) for layer in tables for variable in layer.variables}
-    return {n for n, each in enumerate(variables) if id(each) in found}
 
 
 def inference_stages(chain: Chain, layout: Layout, is_shown: Callable[[], bool]) -> list[list[Inference]]:

@@ -11,12 +11,13 @@ import keras
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.graph.sharing import embeddings
 from pipetrain.compute.optimizer.clone import plain_momentum, told
 from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
 from pipetrain.compute.profiling.operation_count import estimated_s
 from pipetrain.frontend.contexts import known
 from pipetrain.frontend.fit_session import FitSession
-from pipetrain.frontend.layout import embeddings, training_stages
+from pipetrain.frontend.layout import training_stages
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.run.course_runner import CourseRunner
@@ -66,7 +67,8 @@ class PipelineStrategy(RunnerStrategy):
                     "Keras wraps others under the policy 'mixed_float16'. Try the policy 'mixed_bfloat16'."
                 )
             plain = self._scheme.synchronous and not self._has_rows_or_shares()
-            self._summed = compression.corrected(plain * plain_momentum(stepping(owner.optimizer)))
+            momentum = plain * plain_momentum(stepping(owner.optimizer))
+            self._summed = compression.corrected(momentum, "replica_compression")
         super().compiled(owner, loss, jit_compile)
         stages, scheme = self.planner.layout.stages, self._scheme
         factor, self._to_say = scheme.rule(0, stages, self.microbatches).stretch, ""

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.checkpoint.state import (
-    OF_WORKER,
+    OF_DEVICE,
     Arrays,
     RunState,
     assign_gathered,
@@ -392,11 +392,11 @@ class RunnerStrategy:
         stages = self.planner.layout.stages
         rules = {self._scheme.rule(stage, stages, self.microbatches) for stage in range(stages)}
         replicas = (replica for stage in self._stages.replicas for replica in stage)
-        kept = {OF_WORKER.sub("", slot.kind) for replica in replicas for slot in replica.worker_slots}
+        kept = {OF_DEVICE.sub("", slot.kind) for replica in replicas for slot in replica.worker_slots}
         return sorted({kind for rule in rules for kind in kinds_beside(self._compilation.steps, rule)} | kept)
 
     def restore(self, arrays: Arrays, about: dict[str, Any]) -> list[str]:
-        """Go on from there; gives what was not there."""
+        """Go on from there; gives what is not as it was, see ``assign_gathered``."""
         kept = KeptLayout.of(about)
         self.drain()
         if self.planner.adopt(kept):
@@ -410,18 +410,18 @@ class RunnerStrategy:
                 f"{len(kept.ends)} stages. Try partition(input_shapes=...) before fit, or as many stages."
             )
         self._goes_on = self._kept_in(arrays, about)
-        missing = self._assigned(arrays)
+        changed = self._assigned(arrays)
         self._count.set(about["updates"])
         assign_scale(self._compilation.optimizer, arrays, about["updates"])
         self._count.set_fitted(about["fitted"], self._runner)
-        return missing
+        return changed
 
     def _collected(self) -> Arrays:
         """Weights, state and what the optimizer has gathered, some of it on workers."""
         return self._lost.unless_lost(lambda: collected(self.model, self._stages.slots(), self._stages.shared()))
 
     def _assigned(self, arrays: Arrays) -> list[str]:
-        """Put them back; gives what was not there. What this process has is put back even if a worker is lost."""
+        """Put them back; gives what is not as it was. What this process has is put back even if a worker is lost."""
         assign_model(self.model, arrays)
         slots, shared = self._stages.slots(), self._stages.shared()
         return self._lost.unless_lost(lambda: assign_gathered(self.model, arrays, slots, shared))

@@ -14,13 +14,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.checkpoint.state import OF_WORKER, Arrays
+from pipetrain.checkpoint.state import OF_DEVICE, Arrays
 from pipetrain.cluster.bandwidth import message_work
 from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.inputs import Shapes, memory_rows
+from pipetrain.compute.graph.sharing import embeddings
 from pipetrain.compute.optimizer.clone import plain_momentum, whole_step
 from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
@@ -30,7 +31,7 @@ from pipetrain.compute.transfers.step import OwnPaceStep, TransferStep
 from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
 from pipetrain.frontend.contexts import known
 from pipetrain.frontend.input_data import DEFAULT_ROWS
-from pipetrain.frontend.layout import described, embeddings
+from pipetrain.frontend.layout import described
 from pipetrain.frontend.planner import Planner
 from pipetrain.frontend.refusals import check_loss_scaling, check_whole
 from pipetrain.frontend.runner_strategy import RunnerStrategy
@@ -209,7 +210,7 @@ class TransferStrategy(RunnerStrategy):
             weights.apart = number
         kept = [each.slots() for each in (self._compressor, self._outer) if each is not None]
         self._weights[0].worker_slots = [slot for slots in kept for slot in slots]
-        had = any(OF_WORKER.search(slot.kind) for slot in self._stages.slots())
+        had = any(OF_DEVICE.search(slot.kind) for slot in self._stages.slots())
         self._takes_slots = self._outer is not None and not had
         return [list[Stage](self._weights)]
 
@@ -274,7 +275,8 @@ class TransferStrategy(RunnerStrategy):
             return None
         weights, rows = self._segment.trainable_variables, self._rows_alone()
         like = {n: spec for n, spec in enumerate(specs(weights)) if n not in rows}
-        return Compressor(self._compression, like, self._devices, weights, self._momentum)
+        of_moves = isinstance(self._synchrony, LocalSGD)
+        return Compressor(self._compression, like, self._devices, weights, self._momentum, of_moves=of_moves)
 
     def _of_servers(self) -> list[list[WeightsPart]]:
         """The weights, once: the part that each server has; there may be fewer of them than servers."""

@@ -55,7 +55,11 @@ class Compression:
         """Of a compression of one's own that does not say it, as large as the gradient."""
         return math.prod(shape) * item_bytes
 
-    def corrected(self, momentum: float) -> float:
+    def encodes(self, shape: Sequence[int], item_bytes: int = FLOAT_BYTES) -> bool:
+        """Whether a gradient of this shape is sent as a message: where that is no smaller, it is sent as it is."""
+        return hasattr(self, "encode") or self.sent_bytes(shape, item_bytes) < math.prod(shape) * item_bytes
+
+    def corrected(self, momentum: float, argument: str = "compression") -> float:
         """The momentum by which devices sum their gradients, in place of the optimizer that has it: none."""
         return 0.0
 
@@ -173,20 +177,20 @@ class TopK(Compression):
         if self.momentum_correction != "auto":
             checked_bool("momentum_correction", self.momentum_correction, "Momentum is corrected, or it is not")
 
-    def corrected(self, momentum: float) -> float:
+    def corrected(self, momentum: float, argument: str = "compression") -> float:
         """The momentum by which devices sum their gradients, of an optimizer with this one; 0 where they do not.
 
-        Raises ValueError where that is wanted, and cannot be.
+        ``argument`` is what the compression is given as. Raises ValueError where that is wanted, and cannot be.
         """
         if self.momentum_correction is True and not (momentum and self.error_feedback):
             raise ValueError(
                 "Momentum correction needs error feedback, and Keras' SGD with a momentum that is not Nesterov's and "
                 "with nothing that clips or accumulates gradients; no embeddings, and a join in every step; in "
                 "pipelines a synchronous schedule, and no weights that several layers have. Received: "
-                f"compression={self!r}. Try momentum_correction='auto'."
+                f"{argument}={self!r}. Try momentum_correction='auto'."
             )
-        is_whole = self.sent_bytes((ELEMENTS,)) == ELEMENTS * FLOAT_BYTES
-        return momentum if self.momentum_correction and self.error_feedback and not is_whole else 0.0
+        is_sent = self.encodes((ELEMENTS,))
+        return momentum if self.momentum_correction and self.error_feedback and is_sent else 0.0
 
     def count(self, shape: Sequence[int]) -> int:
         """How many elements of a variable of this shape are sent."""

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipetrain.checkpoint.state import handed_on
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.profiling.profiler import profile
 from pipetrain.compute.transfers.compression import CODECS, TENSORS, CutMessages, OwnCodec, codec_of, uniform
@@ -231,6 +232,28 @@ def test_messages_over_a_cut_bring_what_those_of_known_sizes_do(options, dtype, 
         and other.shape == value.shape
         and (options.name[0] != "i" or rows == 0 or (up != other).numpy().any())
     )
+
+
+def test_what_is_gone_is_handed_on():
+    """Sums over a weight's devices stay, whatever stage these are of; what is each one's own counts for no other."""
+    one = np.ones(2, np.float32)
+    arrays = {f"slot/0/residual_of_worker_{n}": 10**n * one for n in range(4)}
+    arrays |= {f"slot/0/memory_of_worker_{n}": one for n in range(4)}
+    arrays |= {"slot/1/residual_of_stage_2_of_worker_1": one, "slot/2/device_momentum_of_worker_0": one}
+    arrays |= {"slot/3/_momentums_of_worker_1": one, "slot/3/_momentums": one, "weight/0": one}
+    names = [f"slot/0/residual_of_worker_{n}" for n in (0, 2)] + ["slot/1/residual_of_worker_0", "slot/3/_momentums"]
+    found, left = handed_on(arrays, names)
+    assert {name: each.tolist() for name, each in found.items()} == {
+        "slot/0/residual_of_worker_0": [11, 11],
+        "slot/0/residual_of_worker_2": [1100, 1100],
+        "slot/1/residual_of_worker_0": [1, 1],
+    }
+    assert left == [
+        "device_momentum of 1 device left out",
+        "memory of 4 devices left out",
+        "momentums of 1 device left out",
+    ]
+    assert handed_on(arrays, [*arrays])[1] == []
 
 
 def test_a_profile_says_what_compressions_take():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 
 import inside
 import keras
@@ -12,10 +14,11 @@ import parameters
 import pytest
 import reference
 import tensorflow as tf
-from checkpointed import assert_goes_on_bitwise
+from checkpointed import Stop, arrays, assert_goes_on_bitwise, pipeline, run
 from transfer_models import words
 
 import pipetrain
+from pipetrain.callbacks import PipelineCheckpoint
 from pipetrain.compute.functions.split import size_bytes
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.transfers.compression import OF_REPLICAS, TENSORS, CutMessages, uniform
@@ -646,3 +649,90 @@ def test_what_stages_keep_of_weights_that_they_share_is_each_ones_own():
     networks.fit(pm, x, x)
     kept = [(id(each.weight), each.kind) for each in inside.strategy(pm)._stages.slots() if "residual" in each.kind]
     assert len({*kept}) == len(kept) and any("of_stage_2" in kind for _, kind in kept)
+
+
+# What devices have not sent, where a run goes on with others
+
+
+class Kept(keras.callbacks.Callback):
+    """What devices keep when training begins, by weight and kind, each device's by its number."""
+
+    def on_train_begin(self, logs=None):
+        slots = [*inside.strategy(self.model)._stages.slots()]
+        numbers = {id(each): n for n, each in enumerate(self.model.model.variables)}
+        self.arrays = {f"{numbers[id(each.weight)]}/{each.kind}": each.variable.numpy() for each in slots}
+
+
+def sums_of(arrays, kind):
+    """What all devices keep of each weight together."""
+    found = {}
+    for name, array in arrays.items():
+        weight, _, given = name.rpartition("/")
+        if re.sub(r"(_of_stage_\d+)?_of_worker_\d+$", "", given) == kind:
+            found[weight] = found.get(weight, 0) + array.astype(np.float64)
+    return found
+
+
+def gone_on(directory, before, after):
+    """What is in the checkpoint of a run in one way, and what devices keep and say where it goes on in another."""
+    run(directory, stop_after=6, **before)
+    (path, *_) = sorted(directory.glob("step-*.npz"), reverse=True)
+    there = {name.removeprefix("slot/"): each for name, each in np.load(path).items() if name.startswith("slot/")}
+    kept = Kept()
+    pm = pipeline(**after)
+    with contextlib.suppress(InterruptedError):
+        again = [PipelineCheckpoint(directory, every_steps=4), kept, Stop(1)]
+        pm.fit(**arrays(), epochs=3, verbose=2, callbacks=again)
+    return there, kept.arrays
+
+
+def sgd(momentum=0.0):
+    return keras.optimizers.SGD(0.05, momentum=momentum)
+
+
+ALL = {"scheme": "all-reduce", "order": "none", "stages": None}
+CUT = {"scheme": "1f1b", "microbatches": 2}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("before", "after", "momentum"),
+    [
+        (
+            {**ALL, "compression": "top-k", "devices": DEVICES},
+            {**ALL, "compression": "top-k", "devices": DEVICES[:2]},
+            0.9,
+        ),
+        (
+            {**CUT, "replica_compression": "int4", "replicas": (3, 1, 1)},
+            {**CUT, "replica_compression": "sign", "replicas": (2, 2, 2)},
+            0.0,
+        ),
+    ],
+)
+def test_what_devices_that_are_gone_had_not_sent_others_send(before, after, momentum, tmp_path, capsys):
+    there, here = gone_on(tmp_path, {**before, "optimizer": sgd(momentum)}, {**after, "optimizer": sgd(momentum)})
+    said = capsys.readouterr().out
+    assert "Going on from" in said
+    for kind in ("residual_of_momentum", "device_momentum") if momentum else ("residual",):
+        were, are = sums_of(there, kind), sums_of(here, kind)
+        assert were and were.keys() <= are.keys()
+        for weight, each in were.items():
+            assert np.abs(each).max() > 0
+            np.testing.assert_allclose(are[weight], each, rtol=1e-5, atol=1e-7)
+    assert "residual" not in said and "device_momentum" not in said
+
+
+@pytest.mark.wide
+def test_what_nobody_sends_any_more_is_said(tmp_path, capsys):
+    """Of another scheme; and of workers that send how far weights have moved in place of gradients."""
+    way = {**ALL, "compression": "int4", "devices": DEVICES[:2]}
+    for name, other, told in (
+        ("a", {"scheme": "single", "stages": None}, "residual of 2 devices left out"),
+        ("b", {**way, "synchrony": "local:2"}, "momentums from zero; residual of 2 devices left out"),
+    ):
+        there, here = gone_on(tmp_path / name, way, other)
+        assert told in capsys.readouterr().out
+        assert sums_of(there, "residual") and not any(
+            each.any() for each in sums_of(here, "residual_of_moves").values()
+        )

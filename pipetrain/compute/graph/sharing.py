@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from pipetrain.compute.graph.inputs import memories
 from pipetrain.compute.graph.segment import Call, Segment
-from pipetrain.compute.keras_private import weights_of_layer
+from pipetrain.compute.keras_private import flat_layers, weights_of_layer
 
 
 class Sharing(NamedTuple):
@@ -101,6 +101,13 @@ def shared_by_blocks(blocks: Sequence[Iterable[Any]]) -> list[list[tuple[int, ke
     users = Counter(each for mine in trained for each in mine)
     numbers = {each: n for n, each in enumerate(each for each, count in users.items() if count > 1)}
     return [[(numbers[each], weight) for each, weight in mine.items() if each in numbers] for mine in trained]
+
+
+def embeddings(model: keras.Model, variables: Sequence[Any]) -> set[int]:
+    """The numbers of variables whose gradients are rows."""
+    tables = [layer for layer in flat_layers(model) if isinstance(layer, keras.layers.Embedding)]
+    found = {id(variable) for layer in tables for variable in layer.variables}
+    return {n for n, each in enumerate(variables) if id(each) in found}
 
 
 def state_variables(operation: Any) -> list[keras.Variable]:

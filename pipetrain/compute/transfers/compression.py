@@ -38,6 +38,12 @@ OfWorker = tuple[int, str, Gradients]  # its number, its device, and what it has
 OF_REPLICAS = 1 << 40  # numbers of gradients that replicas sum begin with it; those of what crosses cuts are less
 FINITE = 65504.0  # the largest number of float16
 BITS = [1 << n for n in range(8)]
+# What a device has not sent yet, as its slots are called: of gradients, of sums of these by momentum, which are applied
+# otherwise, or of how far weights have moved; and the sums that momentum goes on with. Of each only the sum over a
+# weight's devices counts, so another device may go on with it.
+RESIDUAL, OF_MOMENTUM, OF_MOVES, MOMENTUM = "residual", "residual_of_momentum", "residual_of_moves", "device_momentum"
+RESIDUALS = (RESIDUAL, OF_MOMENTUM, OF_MOVES)
+UNSENT = (*RESIDUALS, MOMENTUM)
 
 
 class Codec:
@@ -294,14 +300,14 @@ CODECS: dict[type[Compression], type[Codec]] = {
 }
 
 
-def codec_of(options: Compression, spec: tf.TensorSpec) -> Codec:
+def codec_of(options: Compression, spec: tf.TensorSpec, argument: str = "compression") -> Codec:
     """What makes messages of such gradients: whole ones, where these are no larger."""
     kind = next((CODECS[each] for each in type(options).__mro__ if each in CODECS), None)
     if hasattr(options, "encode"):
         return OwnCodec(options, spec)
     if kind is None:
         raise TypeError(
-            f"A compression makes messages by its methods encode and decode. Received: compression={options!r} "
+            f"A compression makes messages by its methods encode and decode. Received: {argument}={options!r} "
             "without them. Try those of pipetrain.Compression, or a line in CODECS for one of this package."
         )
     made = kind(options, spec)
@@ -335,6 +341,8 @@ class Compressor:
         originals: the model's own variables by their numbers.
         momentum: by which workers sum their gradients before these are sent; 0 where the optimizer has it.
         first: the number of the first variable, for random numbers.
+        of_moves: whether it is not gradients that are sent, but how far weights have moved.
+        argument: what errors call the compression.
     """
 
     def __init__(
@@ -345,9 +353,13 @@ class Compressor:
         originals: Sequence[keras.Variable],
         momentum: float = 0.0,
         first: int = 0,
+        of_moves: bool = False,
+        argument: str = "compression",
     ) -> None:
+        self._argument = argument
         self.options, self._momentum, self._first = options, momentum, first
-        self._codecs = {n: codec_of(options, each) for n, each in specs.items()}
+        self._kinds = KeptGradient(OF_MOVES if of_moves else OF_MOMENTUM if momentum else RESIDUAL, "memory", MOMENTUM)
+        self._codecs = {n: codec_of(options, each, argument) for n, each in specs.items()}
         self._originals = originals
         self._kept = [{n: self._new(device, each) for n, each in self._codecs.items()} for device in devices]
 
@@ -365,8 +377,8 @@ class Compressor:
         if self._momentum and rows:
             names = [self._originals[n].path for n in sorted(rows)]
             raise ValueError(
-                f"Momentum correction needs gradients that are no rows. Received: compression={self.options!r}, rows "
-                f"for {names}. Try momentum_correction=False."
+                f"Momentum correction needs gradients that are no rows. Received: {self._argument}={self.options!r}, "
+                f"rows for {names}. Try momentum_correction=False."
             )
 
     def slots(self) -> list[Slot]:
@@ -378,7 +390,7 @@ class Compressor:
         return [
             Slot(self._originals[n], f"{kind}_of_worker_{worker}", variable)
             for n, kept in self._kept[worker].items()
-            for kind, variable in kept._asdict().items()
+            for kind, variable in zip(self._kinds, kept, strict=True)
             if variable is not None
         ]
 
@@ -511,7 +523,9 @@ class ReplicaSums:
         self._like = dict(zip(self._number, specs(mine), strict=True))
         like = {n: each for n, each in self._like.items() if n not in apart}
         devices = [each.device for each in stages]
-        self._compressor = Compressor(options, like, devices, weights, momentum, OF_REPLICAS)
+        self._compressor = Compressor(
+            options, like, devices, weights, momentum, first=OF_REPLICAS, argument="replica_compression"
+        )
         self._encode: dict[int, Callable[..., tf.Tensor]] = {}
         self._add: dict[tuple[int, int], Callable[..., list[tf.Tensor]]] = {}
 
@@ -614,8 +628,7 @@ class CutMessages:
         self._up = [self._down[n] for n in wanted]
 
     def _is_smaller(self, spec: tf.TensorSpec) -> bool:
-        whole = MANY * spec.dtype.size
-        is_less = spec.dtype.is_floating and self._options.sent_bytes((MANY,), spec.dtype.size) < whole
+        is_less = spec.dtype.is_floating and self._options.encodes((MANY,), spec.dtype.size)
         return bool(is_less and spec.shape.rank)
 
     def encoded(self, values: Any, step: tf.Tensor, stream: Any) -> Any:
