@@ -172,7 +172,8 @@ class Planner:
         With what these compressions take, too.
         """
         measured = self._profile(batch_size, self.verbose, microbatches=parts)
-        return with_codings(measured, compressions, self.layout.devices[0])
+        device = self.layout.devices[0]
+        return with_codings(measured, compressions, device, place(device))
 
     def _profile(
         self, batch_size: int, verbose: bool, shapes: Shapes | None = None, microbatches: int | None = None
@@ -182,7 +183,7 @@ class Planner:
         shapes, device = shapes or self.shapes or checked_shapes(self.chain.model, None), self.layout.devices[0]
         with_xla = self.training.jit_compile is not False
         found = cached_profile(self.chain, batch_size, shapes, device, verbose, place(device), with_xla, pieces)
-        return with_codings(found, compressions_of(self.training.scheme), device)
+        return with_codings(found, compressions_of(self.training.scheme), device, place(device))
 
     def explanation(self, batch_size: int, scheme: AnyScheme) -> Explanation:
         """A text: the cut of the model, and every way to train it on as many devices, this scheme among them.

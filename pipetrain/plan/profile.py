@@ -265,7 +265,7 @@ class Profile(Tabular):
             names = "spread", "loss_s", "metric_s", "microbatches", "budget_s"
             beside = {name: data[name] for name in names if name in data}
             network = GridNetwork.of(data["network"]) if data.get("network") else None
-            codings = tuple(_coding(*each) for each in data.get("codings", ()))
+            codings = tuple(coding_of(*each) for each in data.get("codings", ()))
             return cls(data["model"], data["batch_size"], blocks, **beside, network=network, codings=codings)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -387,7 +387,7 @@ def _block(
     return BlockProfile(**fields, compiled=compiled_s, shared=pairs, slices=parts, floats=pair)
 
 
-def _coding(compression: str, encode_s: Sequence[float], decode_s: Sequence[float]) -> Coding:
+def coding_of(compression: str, encode_s: Sequence[float], decode_s: Sequence[float]) -> Coding:
     """As JSON has it."""
     encode, decode = ((float(each[0]), float(each[1])) for each in (encode_s, decode_s))
     return Coding(str(compression), encode, decode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import pwd
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 
 import pipetrain
-from pipetrain.compute.profiling import limits
+from pipetrain.compute.profiling import limits, profiler
 from pipetrain.compute.profiling.limits import KeptTrials
-from pipetrain.plan.profile import Profile
+from pipetrain.plan.profile import BlockProfile, Coding, Profile
+from pipetrain.schemes.compression import Compression
 
 CHOICE = SimpleNamespace(batch_size=8, near=[SimpleNamespace(told={}, step_s=1.0, memory_bytes=1)])
 
@@ -94,3 +96,33 @@ def test_a_full_disk_leaves_no_half_of_a_profile(monkeypatch, tmp_path):
     monkeypatch.setattr(Profile, "save", save)
     pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="spectrain").partition(batch_size=16)
     assert list((tmp_path / "pipetrain").iterdir()) == []
+
+
+class Own(Compression):
+    """One of the user's, of which nothing is known but what it is."""
+
+
+def test_what_compressions_take_is_measured_once_by_all_processes(monkeypatch, tmp_path):
+    """So that ``auto`` knows its trials again; what is not whole, and what another compression takes, is not read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(profiler, "_codings", {})
+    seconds, remote = itertools.count(1), "/job:worker/replica:0/task:1/device:CPU:0"
+    monkeypatch.setattr(
+        profiler, "time_coding", lambda each, device: Coding(str(each), (next(seconds) / 3, 0.1), (0.2, 0.3))
+    )
+    plain = Profile("m", 8, (BlockProfile("a", 1.0, 1.0, 0, 0),))
+
+    def taken(*compressions, device="CPU:0", place=""):
+        profiler._codings.clear()  # as in another process
+        return profiler.with_codings(plain, compressions, device, place).codings
+
+    first = taken("int8", "int4")
+    assert taken("int4", "int8", None)[::-1] == first and next(seconds) == 3
+    for path in (tmp_path / "pipetrain").glob("coding-*.json"):
+        path.write_text("[1, 2]")
+    again = taken("int8", "int4")
+    assert again != first and taken("int8", "int4") == again
+    assert taken("int8", device="GPU:0") != again[:1]
+    assert taken(Own()) != taken(Own()) and taken("int8", device=remote) != taken("int8", device=remote)
+    assert taken("int8", device=remote, place="a") == taken("int8", device=remote, place="a")
+    assert len([*(tmp_path / "pipetrain").iterdir()]) == 4

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pipetrain.checkpoint.state import handed_on
 from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.profiling import timing
 from pipetrain.compute.profiling.profiler import profile
 from pipetrain.compute.transfers.compression import CODECS, TENSORS, CutMessages, OwnCodec, codec_of, uniform
 from pipetrain.schemes.compression import (
@@ -254,6 +255,18 @@ def test_what_is_gone_is_handed_on():
         "momentums of 1 device left out",
     ]
     assert handed_on(arrays, [*arrays])[1] == []
+
+
+def test_what_a_call_takes_is_not_a_message_s(monkeypatch):
+    """Calls take 20 us beside 3 us and 2 ns an element of each of their messages; values are there in half of that."""
+
+    def coding_of(compression, coded, count, device):
+        seconds = 20e-6 + count * (3e-6 + 2e-9 * coded.side**2)
+        return seconds, seconds / 2
+
+    monkeypatch.setattr(timing, "_coding_of", coding_of)
+    found = timing.time_coding(Int8(), "CPU:0")
+    assert found.encode_s == pytest.approx((3e-6, 2e-9)) and found.decode_s == pytest.approx((1.5e-6, 1e-9))
 
 
 def test_a_profile_says_what_compressions_take():

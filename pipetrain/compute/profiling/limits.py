@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pipetrain.plan.choice import Choice
 
@@ -86,6 +86,80 @@ def _home() -> Path:
         return NOWHERE
 
 
+Value = TypeVar("Value")
+
+
+def kept_at(
+    path: Path,
+    value: Value,
+    write: Callable[[Path], object],
+    read: Callable[[Path], Value | None],
+    replaces: bool = False,
+) -> Value:
+    """Write a value to a file; what is there then: of processes that write at the same time, the first one's.
+
+    A file that cannot be written is no reason not to go on.
+
+    Args:
+        path: of the file.
+        value: which is written.
+        write: writes it to a file.
+        read: what a file has, None for one that is not there or not whole.
+        replaces: whether a whole file that is there is replaced.
+    """
+    part = path.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(part)
+            return _placed(path, part, value, read, replaces)
+        finally:
+            part.unlink(missing_ok=True)
+    return value
+
+
+def _placed(path: Path, part: Path, value: Value, read: Callable[[Path], Value | None], replaces: bool) -> Value:
+    """Give a file that was written its name, unless that of another process has it by now; what has the name."""
+    try:
+        if replaces:
+            part.replace(path)
+        else:
+            path.hardlink_to(part)
+    except OSError:  # it is there by now, or the file system has no links
+        if (first := read(path)) is not None:
+            return first
+        part.replace(path)
+    return value
+
+
+class KeptValue(Generic[Value]):
+    """What was measured and JSON holds, in the folder, known again by all on which it depends.
+
+    Args:
+        kind: with which its file's name begins.
+        key: all on which it depends.
+        checked: what JSON has read as the value. Raises TypeError, ValueError, IndexError for what is none.
+    """
+
+    def __init__(self, kind: str, key: Any, checked: Callable[[Any], Value]) -> None:
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+        self._path, self._checked = folder() / f"{kind}-{digest}.json", checked
+
+    def read(self) -> Value | None:
+        """The value; None where it is not known."""
+        return self._read(self._path)
+
+    def keep(self, value: Value) -> Value:
+        """Write it down; what is kept, which may be another process's by now."""
+        text = json.dumps(value)
+        return kept_at(self._path, value, lambda path: path.write_text(text, encoding="utf-8"), self._read)
+
+    def _read(self, path: Path) -> Value | None:
+        with suppress(OSError, TypeError, ValueError, IndexError):  # not there, or not whole
+            return self._checked(json.loads(path.read_text(encoding="utf-8")))
+        return None
+
+
 class KeptTrials:
     """The trials of the ways among which a choice cannot tell the fastest.
 
@@ -101,20 +175,16 @@ class KeptTrials:
 
     def __init__(self, choice: Choice, within: Sequence[Any]) -> None:
         ways = [(sorted(way.told.items()), way.step_s, way.memory_bytes) for way in choice.near]
-        digest = hashlib.sha256(repr((choice.batch_size, ways, within)).encode()).hexdigest()[:32]
-        self._path = folder() / f"trials-{digest}.json"
-        self.seconds: list[float] = []
-        with suppress(OSError, TypeError, ValueError):  # not there, or not whole
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-            self.seconds = [float(each) for each in found] if len(found) == len(ways) else []
+
+        def checked(found: Any) -> list[float]:
+            seconds = [float(each) for each in found]
+            if len(seconds) != len(ways):
+                raise ValueError(found)
+            return seconds
+
+        self._kept = KeptValue("trials", (choice.batch_size, ways, within), checked)
+        self.seconds = self._kept.read() or []
 
     def keep(self, seconds: Sequence[float]) -> None:
         """Write them down."""
-        part = self._path.with_suffix(f".{os.getpid()}")
-        with suppress(OSError):  # a folder that cannot be written is no reason not to train
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                part.write_text(json.dumps([*seconds]), encoding="utf-8")
-                part.replace(self._path)
-            finally:
-                part.unlink(missing_ok=True)
+        self._kept.keep([*seconds])

@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from pipetrain.compute.cores import full_name, has_pool
+from pipetrain.compute.cores import full_name, has_pool, is_remote
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.inputs import Shapes, checked_shapes
 from pipetrain.compute.graph.wide_layers import WideLayer, network_of, wide_layers
@@ -28,22 +28,22 @@ from pipetrain.compute.keras_private import supports_xla
 from pipetrain.compute.processor import described
 from pipetrain.compute.profiling.block_costs import TIMING, block_bytes, others, timed, with_compiled
 from pipetrain.compute.profiling.kinds import Kinds, cost_key
-from pipetrain.compute.profiling.limits import BUDGET_S, Budget, checked_budget, folder
+from pipetrain.compute.profiling.limits import BUDGET_S, Budget, KeptValue, checked_budget, folder, kept_at
 from pipetrain.compute.profiling.operation_count import LITTLE_S, is_little
 from pipetrain.compute.profiling.progress import Progress
 from pipetrain.compute.profiling.timing import time_coding, time_loss
 from pipetrain.compute.tensorflow_private import is_deterministic
-from pipetrain.plan.profile import NOISY, Coding, Profile
+from pipetrain.plan.profile import NOISY, Coding, Profile, coding_of
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.compression import Compression, compression_of
+from pipetrain.schemes.compression import COMPRESSIONS, Compression, compression_of
 from pipetrain.schemes.splitting import microbatch_rows
 
 TRACING, WEIGHING = 0.4, 0.5  # of a budget, in which functions are made, and their memory is measured
 CHOOSING = ("TF_CUDNN_", "TF_DISABLE_", "TF_ENABLE_", "TF_XLA_", "XLA_", "ONEDNN_", "DNNL_")  # variables' first letters
-FORMAT = 15  # of what is kept; profiles of other formats are measured anew
+FORMAT, CODING_FORMAT = 16, 1  # of what is kept; profiles and codings of other formats are measured anew
 
 _trusted: set[Path] = set()  # the files whose profiles this process has measured
-_codings: dict[tuple[str, str], Coding] = {}  # what compressions take on devices, as this process has measured
+_codings: dict[tuple[str, str], Coding] = {}  # what compressions take on devices, as this process knows it
 
 
 def profile(
@@ -149,16 +149,28 @@ def profile_chain(
     return measured if rows == batch_size else measured.scaled(int(batch_size))
 
 
-def with_codings(profile: Profile, compressions: Iterable[str | Compression], device: str) -> Profile:
-    """The profile with what these compressions take on the device, each measured once in a process."""
-    wanted = {str(each): each for each in map(compression_of, compressions) if each is not None}
+def with_codings(profile: Profile, compressions: Iterable[str | Compression], device: str, place: str = "") -> Profile:
+    """The profile with what these compressions take on the device, each measured once and kept beside the profiles.
+
+    ``place`` identifies the host of a device in another process. Of such a device without it, and of compressions of
+    the user's own, nothing is kept: each process measures them.
+    """
     known = {each.compression: each for each in profile.codings}
-    for name, each in wanted.items():
-        if name not in known:
-            if (name, device) not in _codings:
-                _codings[name, device] = time_coding(each, device)
-            known[name] = _codings[name, device]
+    for each in map(compression_of, compressions):
+        if each is not None and str(each) not in known:
+            known[str(each)] = _coding(each, device, place)
     return replace(profile, codings=tuple(known.values()))
+
+
+def _coding(compression: Compression, device: str, place: str) -> Coding:
+    key = str(compression), device
+    if key not in _codings:
+        if type(compression) in COMPRESSIONS.values() and (place or not is_remote(device)):
+            kept = KeptValue("coding", (CODING_FORMAT, key, within(device, place)), lambda found: coding_of(*found))
+            _codings[key] = kept.read() or kept.keep(time_coding(compression, device))
+        else:
+            _codings[key] = time_coding(compression, device)
+    return _codings[key]
 
 
 def _trace(kinds: Kinds, budget: Budget, progress: Progress) -> None:
@@ -208,6 +220,20 @@ def conditions() -> tuple[str, ...]:
     return platform.machine(), *described(), *chosen, f"deterministic={is_deterministic()}"
 
 
+def within(device: str, place: str) -> tuple[Any, ...]:
+    """All but the model on which seconds depend that are measured on a device; see ``cached_profile``."""
+    return (
+        device,
+        place,
+        conditions(),
+        platform.node(),
+        os.cpu_count(),
+        tf.config.threading.get_intra_op_parallelism_threads(),
+        len(tf.config.list_logical_devices()),
+        tf.__version__,
+    )
+
+
 def cached_profile(
     chain: Chain,
     batch_size: int,
@@ -232,20 +258,9 @@ def cached_profile(
     keys = [cost_key(block) for block in blocks]
     if None in keys:
         return profile_chain(chain, batch_size, shapes, device, verbose, with_xla, microbatches, budget_s)
-    within = (
-        microbatches,
-        with_xla,
-        device,
-        place,
-        conditions(),
-        platform.node(),
-        os.cpu_count(),
-        tf.config.threading.get_intra_op_parallelism_threads(),
-        len(tf.config.list_logical_devices()),
-        tf.__version__,
-    )
     crossing = [[(tensor.shape, tensor.dtype) for tensor in chain.specs(end + 1)] for end in range(len(blocks))]
-    digest = hashlib.sha256(repr((FORMAT, keys, crossing, batch_size, shapes, within)).encode()).hexdigest()[:32]
+    key = FORMAT, keys, crossing, batch_size, shapes, (microbatches, with_xla, *within(device, place))
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
     path = folder() / f"{digest}.json"
     found = _read(path)
     known = found if found is not None and _serves(found, budget_s) else None
@@ -286,29 +301,7 @@ def _kept(measured: Profile, path: Path, before: Profile | None, replaces: bool)
     """
     if before is not None and (before.spread <= measured.spread or not _serves(measured, before.budget_s)):
         return before
-    part = path.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):  # a cache that cannot be written is no reason not to train
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            measured.save(part)
-            return _placed(measured, part, path, replaces)
-        finally:
-            part.unlink(missing_ok=True)
-    return measured
-
-
-def _placed(measured: Profile, part: Path, path: Path, replaces: bool) -> Profile:
-    """Give the file its name, unless that of another process has it by now; the profile that has it."""
-    try:
-        if replaces:
-            part.replace(path)
-        else:
-            path.hardlink_to(part)
-    except OSError:  # it is there by now, or the file system has no links
-        if first := _read(path):
-            return first
-        part.replace(path)
-    return measured
+    return kept_at(path, measured, measured.save, _read, replaces)
 
 
 CHANGING_NOTHING = ("kernel_initializer", "bias_initializer", "name")  # which change no seconds

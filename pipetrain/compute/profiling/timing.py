@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipetrain.compute.cores import finish, is_remote, pinned
 from pipetrain.compute.functions.kernels import Kernels, direct
-from pipetrain.compute.functions.split import size_bytes
+from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.profiling.block_passes import (
     MANY,
     Placed,
@@ -55,42 +55,71 @@ class MeasuredSeconds(NamedTuple):
     error: float
 
 
-CODED_SIDES = (64, 1024)  # of the matrices by which it is measured what a compression takes: a small and a large one
-CODED_TIMES = 5  # that each is measured
+class Coded(NamedTuple):
+    """Matrices of so many rows and columns, by which it is measured what a compression takes, and how often."""
+
+    side: int
+    times: int
+
+
+SMALL, LARGE, TOGETHER = Coded(16, 100), Coded(1024, 5), 16
 
 
 def time_coding(compression: Compression, device: str) -> Coding:
-    """What a compression takes on a device: a straight line through a small and a large message."""
-    taken = [_coding_of_matrix(compression, side, device) for side in CODED_SIDES]
-    small, large = (side * side for side in CODED_SIDES)
+    """What a compression takes on a device: a straight line through a small and a large message.
+
+    Messages are made within functions, of many variables at once. What a call takes beside is therefore left out: a
+    small message takes a 15th of what 16 in one function take more than one.
+    """
+    calls = (SMALL, 1), (SMALL, TOGETHER), (LARGE, 1)
     lines = []
-    for first_s, last_s in zip(*taken, strict=True):
-        element_s = max(last_s - first_s, 0.0) / (large - small)
-        lines.append((max(first_s - small * element_s, 0.0), element_s))
+    for one_s, together_s, large_s in zip(*(_coding_of(compression, *each, device) for each in calls), strict=True):
+        small_s = max(together_s - one_s, 0.0) / (TOGETHER - 1)
+        call_s = max(one_s - small_s, 0.0)
+        small, large = SMALL.side**2, LARGE.side**2
+        element_s = max(large_s - call_s - small_s, 0.0) / (large - small)
+        lines.append((max(small_s - small * element_s, 0.0), element_s))
     return Coding(str(compression), *lines)
 
 
-def _coding_of_matrix(compression: Compression, side: int, device: str) -> tuple[float, float]:
-    """Seconds to encode and to decode a matrix of so many rows and columns."""
-    spec, seed = tf.TensorSpec([side, side], tf.float32), (tf.zeros([], tf.int64), 0)
+def _coding_of(compression: Compression, coded: Coded, count: int, device: str) -> tuple[float, float]:
+    """Seconds to encode, and to decode, so many matrices in one function, one after another."""
+    spec, step = tf.TensorSpec([coded.side, coded.side], tf.float32), tf.zeros([], tf.int64)
     with tf.device(device):
         codec = codec_of(compression, spec)
-        memory = None if codec.memory_like is None else tf.ones(codec.memory_like.shape, codec.memory_like.dtype)
-        value = tf.random.stateless_normal(spec.shape, (0, 1))
-        encode = Kernels().op(lambda value: codec.message(value, seed, 0, memory)[0], spec)
-        message = encode(value)
-        decode = Kernels().op(lambda message: codec.value(message, seed), tf.TensorSpec(message.shape, message.dtype))
+        like = codec.memory_like
+        memory = None if like is None else [tf.random.stateless_normal(like.shape, (1, n)) for n in range(count)]
+        values = [tf.random.stateless_normal(spec.shape, (0, n)) for n in range(count)]
 
-        def seconds(call: Callable[[Any], Any], given: tf.Tensor) -> float:
+        def encoded(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            return _in_turn(values, lambda n, each: codec.message(each, (step, n), 0, memory and memory[n])[0])
+
+        def decoded(messages: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            return _in_turn(messages, lambda n, each: codec.value(each, (step, n)))
+
+        encode = Kernels().op(encoded, specs(values))
+        messages = encode(values)
+        decode = Kernels().op(decoded, specs(messages))
+
+        def seconds(call: Callable[[Any], Any], given: Sequence[tf.Tensor]) -> float:
             found = []
-            for _ in range(CODED_TIMES + 1):  # the first one prepares it
+            for _ in range(coded.times + 1):  # the first one prepares it
                 start_s = time.perf_counter()
                 call(given)
                 finish(device)
                 found.append(time.perf_counter() - start_s)
             return statistics.median(found[1:])
 
-        return seconds(encode, value), seconds(decode, message)
+        return seconds(encode, values), seconds(decode, messages)
+
+
+def _in_turn(tensors: Sequence[tf.Tensor], make: Callable[[int, tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
+    """What is made of each, by its number, within a function, when that of the one before is there: by one core."""
+    made: list[tf.Tensor] = []
+    for n, each in enumerate(tensors):
+        with tf.control_dependencies(made[-1:]):
+            made.append(make(n, each))
+    return made
 
 
 def always() -> bool:
