@@ -67,6 +67,7 @@ def balance(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> 
     return str(Balance(layers, options.devices, options.batch_size, system, overlap, options.as_printed))
 
 
+NO_SUMS = "No stage has several devices, whose sums --replica-compression could change."
 ABOUT = """Plan how to train a saved Keras model on several devices, without training it.
 
 Profiles the model's layers on this machine, cuts it into stages, and says what to expect of one device, of data
@@ -129,7 +130,8 @@ def run(options: argparse.Namespace) -> None:
     else:
         way, cut = chooser.of(training.scheme)
         choice = chooser.choice((way, cut))
-        print(choice.explained(cut))
+        changes_nothing = options.replica_compression is not None and max(cut.replicas) == 1
+        print(choice.explained(cut, NO_SUMS if changes_nothing else ""))
 
 
 def _check_planned(scheme: str | Scheme) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -54,11 +54,16 @@ from pipetrain.simulation.profiled import coded, message_of, near
 
 
 def workload_of(
-    chain: Chain, variables: Sequence[Any], profile: Profile | None, message: Message, workers: int
+    chain: Chain,
+    variables: Sequence[Any],
+    profile: Profile | None,
+    message: Message,
+    workers: int,
+    rows: Iterable[int] = (),
 ) -> Workload:
     """A model's blocks as layers, with one worker's seconds by the profile of a minibatch, if there is one.
 
-    ``variables`` are the trained ones in the order of their numbers.
+    ``variables`` are the trained ones in the order of their numbers, ``rows`` those whose gradients are rows.
     """
     numbers = {id(each): n for n, each in enumerate(variables)}
     made_by: dict[int, int] = {}
@@ -70,7 +75,7 @@ def workload_of(
         seconds = profile.trained[k].seconds if profile else Seconds(0.0, 0.0, 0.0)
         own_s = seconds.forward_s / workers, seconds.backward_s / workers
         layers.append(Layer(tuple(used), *own_s, tuple(sorted(after)), seconds.update_s))
-    return Workload(tuple(layers), tuple(map(size_bytes, specs(variables))), message)
+    return Workload(tuple(layers), tuple(map(size_bytes, specs(variables))), message, frozenset(rows))
 
 
 def planned(order: str | Plan, setting: Setting, apart: set[int], at_once: bool) -> dict[Plan, float]:
@@ -414,7 +419,7 @@ class TransferStrategy(RunnerStrategy):
                 profile = planner.profile(rows or DEFAULT_ROWS, workers, filter(None, [self._compression]))
                 work = Message(*message_work(self._devices, cluster))
                 message = replace(message, overhead_s=message.overhead_s + 2 * work.overhead_s)  # at either end
-        workload = workload_of(planner.chain, variables, profile, message, workers)
+        workload = workload_of(planner.chain, variables, profile, message, workers, self._rows_alone())
         if profile is not None and self._compression is not None:
             workload = coded(workload, profile, self._compression, workers, self._synchrony)
         sent = input_bytes(self.model, planner.shapes, (rows or DEFAULT_ROWS) // workers)

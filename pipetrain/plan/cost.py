@@ -14,7 +14,7 @@ from pipetrain.plan.cluster import Cluster, Link
 from pipetrain.plan.memory import Demand
 from pipetrain.plan.profile import BlockProfile, Profile, Seconds
 from pipetrain.plan.roofline import PREDICTION_PASSES, UPDATE_PASSES
-from pipetrain.schemes.compression import FLOAT_BYTES, Compression
+from pipetrain.schemes.compression import Compression
 
 Floats = NDArray[np.float64]
 
@@ -199,6 +199,8 @@ class Costs:
         self._summed: Floats | None = None
         if replica_compression is not None:
             self._summed = _sums([block.summed_bytes(replica_compression) for block in blocks])
+        self._by, self._sums_by = compression, replica_compression
+        self._rows = _sums([block.rows_bytes for block in blocks])  # of gradients that are sent as they are
         self._coding, self._summing = profile.coding(compression), profile.coding(replica_compression)
         self._feeds = replica_compression is not None and replica_compression.error_feedback
         self._microbatches = microbatches
@@ -243,7 +245,7 @@ class Costs:
         sums = self._seconds[compiled]
         running = share * sums.compute_s + (1 + PREDICTING * predictions) * sums.update_s
         running = running + _sums([sum(self.messages_s(block, replicas)) for block in self._chain])
-        running = running + (self._reduce_s(within, self._weights, self._summed, replicas) - latency_s)
+        running = running + (self._reduce_s(within, self._weights, self._messages(replicas), replicas) - latency_s)
         # the widest way that rows may have to go; how far the next stage reaches, its own gradients' way says
         gradients = self._transfer(cluster.link(max(device - 1, 0), device + replicas - 1), share)
         activations = self._transfer(cluster.link(device, after), share)
@@ -258,7 +260,7 @@ class Costs:
 
     def coding_s(self, block: BlockProfile) -> tuple[float, float]:
         """Seconds to encode, and to decode, what crosses a cut right after a block, of a minibatch."""
-        elements = block.crossing_elements
+        elements = block.crossing_elements(self._by)
         if self._coding is None or not elements:
             return 0.0, 0.0
         both = self._coding.encoding_s, self._coding.decoding_s
@@ -267,9 +269,14 @@ class Costs:
 
     def messages_s(self, block: BlockProfile, replicas: int) -> tuple[float, float]:
         """Seconds to make a message of a block's gradients, and of so many replicas' messages their sum."""
-        if self._summing is None or replicas == 1 or not block.weight_bytes:
+        elements = block.summed_elements(self._sums_by)
+        if self._summing is None or replicas == 1 or not elements:
             return 0.0, 0.0
-        return self._summing.summing_s(block.weight_bytes / FLOAT_BYTES, replicas, self._feeds)
+        return self._summing.summing_s(elements, replicas, self._feeds)
+
+    def _messages(self, replicas: int) -> Floats | None:
+        """What each of so many replicas sends each other, where gradients are compressed, by ``sent_to_each``."""
+        return None if self._summed is None else self._summed + sent_to_each(self._rows, replicas)
 
     @staticmethod
     def _reduce_s(link: Link, size_bytes: Any, message_bytes: Any, replicas: int) -> Any:
@@ -302,6 +309,8 @@ class Costs:
             share = self._share(replicas)
             stays, passes = (0.0, demand.passing) if replicas == 1 else (demand.passing + self._of_messages, 0.0)
             running = (demand.weights + stays) * self._weights + self._fixed
+            if replicas > 1:  # of rows nothing is kept or decoded
+                running = running - self._of_messages * self._rows
             products = self._products if demand.factors and replicas == 1 else 0.0 * self._products
             running = running + demand.gradients * (self._weights - products)
             if demand.factors and replicas == 1:
@@ -373,9 +382,9 @@ class Costs:
 
     def sent_bytes(self, i: int, j: int, replicas: int) -> float:
         """Bytes that all devices of the stage send per minibatch: activations, gradients, and gradients to sum."""
-        summed = float(2 * (replicas - 1) * self.weight_bytes(i, j))
-        if self._summed is not None:
-            summed = replicas * (replicas - 1) * (self._summed[j] - self._summed[i])
+        summed, messages = float(2 * (replicas - 1) * self.weight_bytes(i, j)), self._messages(replicas)
+        if messages is not None:
+            summed = replicas * (replicas - 1) * (messages[j] - messages[i])
         return float(self._sent[i] + self._sent[j] + summed + self.shared_bytes(i, j))
 
     def _share(self, replicas: int) -> float:
@@ -387,6 +396,11 @@ class Costs:
         seconds = np.asarray(link.seconds(self._sent * share))
         seconds[[0, -1]] = 0.0
         return seconds
+
+
+def sent_to_each(rows_bytes: Any, replicas: int) -> Any:
+    """What each of so many replicas sends each other of gradients that are sent as they are: a part, and its sum."""
+    return 2 / replicas * rows_bytes
 
 
 class _Sums:

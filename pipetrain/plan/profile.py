@@ -91,7 +91,8 @@ class BlockProfile:
     and what it keeps, were not measured for want of time, but estimated from blocks that were. ``slices`` are the
     seconds of its forward and of its backward with one of so many equal parts of its outputs, by the number of parts.
     ``floats`` is how many of the numbers that cross the cut have gradients, and their bytes: a compression makes these
-    fewer; None where all that crosses is such numbers of 4 bytes.
+    fewer; None where all that crosses is such numbers of 4 bytes. ``rows_bytes`` are those of its weights whose
+    gradients are rows of an embedding, which are sent as they are.
     """
 
     name: str
@@ -111,19 +112,25 @@ class BlockProfile:
     estimated: bool = False
     slices: tuple[tuple[int, float, float], ...] = ()
     floats: tuple[int, int] | None = None
+    rows_bytes: int = 0
 
     def crossing_bytes(self, compression: Compression | None) -> int:
         """What crosses a cut right after this block, each way, compressed so."""
         return crossing_bytes(self.output_bytes, self.floats, compression)
 
-    @property
-    def crossing_elements(self) -> int:
-        """How many numbers cross a cut right after it that a compression makes fewer bytes of."""
-        return self.output_bytes // FLOAT_BYTES if self.floats is None else self.floats[0]
+    def crossing_elements(self, compression: Compression | None) -> int:
+        """How many of the numbers that cross a cut right after it are encoded."""
+        return crossing_elements(self.output_bytes, self.floats, compression)
+
+    def summed_elements(self, compression: Compression | None) -> int:
+        """How many elements of its weights' gradients are encoded where these are sent, as if they were one matrix."""
+        elements = (self.weight_bytes - self.rows_bytes) // FLOAT_BYTES
+        return elements if compression and elements and compression.encodes(squarish(elements)) else 0
 
     def summed_bytes(self, compression: Compression) -> int:
-        """A message of its weights' gradients, compressed so, as if they were one matrix."""
-        return compression.sent_bytes(squarish(self.weight_bytes // FLOAT_BYTES)) if self.weight_bytes else 0
+        """A message of these gradients, compressed so."""
+        elements = (self.weight_bytes - self.rows_bytes) // FLOAT_BYTES
+        return compression.sent_bytes(squarish(elements)) if elements else 0
 
     @property
     def seconds(self) -> Seconds:
@@ -373,6 +380,13 @@ def crossing_bytes(size_bytes: int, floats: tuple[int, int] | None, compression:
     return size_bytes - float_bytes + compression.sent_bytes((count,), float_bytes // count)
 
 
+def crossing_elements(size_bytes: int, floats: tuple[int, int] | None, compression: Compression | None) -> int:
+    """How many of these numbers are encoded: none where messages would be no smaller."""
+    count, float_bytes = (size_bytes // FLOAT_BYTES, size_bytes) if floats is None else floats
+    is_encoded = compression is not None and count > 0 and compression.encodes((count,), float_bytes // count)
+    return count if is_encoded else 0
+
+
 def _block(
     compiled: dict[str, float] | None = None,
     shared: Any = (),
@@ -406,7 +420,10 @@ def mib(size_bytes: int) -> str:
     return f"{value:.2f}" if value >= 0.1 or not size_bytes else f"{value:.2g}"
 
 
-SUMMED = ("forward_s", "backward_s", "weight_bytes", "activation_bytes", "update_s", "product_bytes", "fixed_bytes")
+SUMMED = (
+    *("forward_s", "backward_s", "weight_bytes", "activation_bytes", "update_s"),
+    *("product_bytes", "fixed_bytes", "rows_bytes"),
+)
 LARGEST = ("workspace_bytes", "row_workspace_bytes")  # blocks work one after another
 
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from pipetrain.logs import counted, text_table
 from pipetrain.pictures.tables import Tabular, table
-from pipetrain.plan.cost import PREDICTING, Costs, Place
+from pipetrain.plan.cost import PREDICTING, Costs, Place, sent_to_each
 from pipetrain.plan.memory import Holding, Training, demand, demand_of, moments
-from pipetrain.plan.profile import Profile, crossing_bytes, mib, squarish
+from pipetrain.plan.profile import Profile, crossing_bytes, crossing_elements, mib, squarish
 from pipetrain.plan.search import StageChoice
 from pipetrain.schemes.compression import FLOAT_BYTES, Compression
 from pipetrain.schemes.dry_run import waiting
 from pipetrain.schemes.schedules import Schedule
+from pipetrain.schemes.scheme import Scheme
 
 if TYPE_CHECKING:
     from pipetrain.pictures.figure import Picture
@@ -36,7 +37,7 @@ class StagePlan:
     minibatch, and what that takes of ``backward_s``; ``shared_bytes`` the weights that other stages have too, and
     ``summing_s`` what sending their gradients takes of ``total_s``; ``late_s`` what those weight gradients take of
     ``backward_s`` that may be made later than the gradients of the stage's inputs. ``output_bytes`` and ``floats`` are
-    those of its last block.
+    those of its last block; ``rows_bytes`` its weights whose gradients are sent as they are, being rows.
     """
 
     first: str
@@ -62,6 +63,7 @@ class StagePlan:
     floats: tuple[int, int] | None = None
     coding_s: tuple[float, float] = (0.0, 0.0)
     messages_s: float = 0.0
+    rows_bytes: int = 0
 
     def crossing_bytes(self, compression: Compression | None) -> int:
         """What crosses the cut after it, each way, compressed so."""
@@ -69,8 +71,20 @@ class StagePlan:
 
     def summed_bytes(self, compression: Compression) -> int:
         """A message of its weights' gradients, compressed so, as if its blocks had one matrix each, all alike."""
-        elements = self.weight_bytes // FLOAT_BYTES // self.blocks
+        elements = (self.weight_bytes - self.rows_bytes) // FLOAT_BYTES // self.blocks
         return self.blocks * compression.sent_bytes(squarish(elements)) if elements else 0
+
+    def exchanged_bytes(self, compression: Compression) -> float:
+        """What each of its replicas sends each other: such a message, and rows."""
+        return self.summed_bytes(compression) + float(sent_to_each(self.rows_bytes, self.replicas))
+
+    def is_exact(self, scheme: Scheme, is_last: bool) -> bool:
+        """Whether what crosses the cut after it, and what its replicas sum, arrives as it is by this scheme."""
+        crossing, summed = scheme.compression, scheme.replica_compression
+        if not is_last and crossing_elements(self.output_bytes, self.floats, crossing):
+            return False
+        elements = (self.weight_bytes - self.rows_bytes) // FLOAT_BYTES // self.blocks
+        return summed is None or self.replicas == 1 or not elements or not summed.encodes(squarish(elements))
 
 
 PAIRS = ("floats", "coding_s")  # fields of a stage that are no single numbers, and in no table
@@ -108,6 +122,12 @@ class Partition(Tabular):
     def devices(self) -> int:
         """How many devices its stages are on."""
         return sum(together[0].replicas for together in self.on_devices)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it trains as the unsplit model does: no gradient is late, and nothing is encoded on its way."""
+        scheme, last = self.training.chosen, len(self.stages) - 1
+        return not scheme.asynchronous and all(each.is_exact(scheme, n == last) for n, each in enumerate(self.stages))
 
     @property
     def slowest_s(self) -> float:
@@ -286,6 +306,7 @@ def described(
                 floats=part[-1].floats,
                 coding_s=costs.coding_s(part[-1]) if end < len(profile.blocks) else (0.0, 0.0),
                 messages_s=sum(sum(costs.messages_s(block, place.replicas)) for block in part),
+                rows_bytes=sum(block.rows_bytes for block in part),
             )
         )
     processors = costs.cluster.processors

@@ -769,6 +769,13 @@ def uncompressed(scheme: AnyScheme) -> AnyScheme:
     return uncompressed_scheme(scheme) if isinstance(scheme, Scheme) else scheme
 
 
+def without_sums(scheme: AnyScheme) -> AnyScheme:
+    """The scheme, which compresses nothing that replicas sum."""
+    if isinstance(scheme, ReplicatedOptions):
+        return replace(scheme, replica_compression=None)
+    return scheme._replace(replica_compression=None) if isinstance(scheme, Scheme) else scheme
+
+
 def check_owned(given: Mapping[str, Any], *schemes: AnyScheme) -> None:
     """Raise ValueError, TypeError for an option, but None, that none of the schemes has, or with such a value."""
     given = {name: value for name, value in given.items() if not _is_left_out(name, value)}

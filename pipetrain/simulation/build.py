@@ -276,7 +276,7 @@ class StationBuilder:
         for stage, plan in enumerate(self._stages):
             devices, numbers = self._devices[self._place(stage)], self._numbers[self._place(stage)]
             if len(devices) > 1:
-                size_bytes = plan.weight_bytes if compression is None else plan.summed_bytes(compression)
+                size_bytes = plan.weight_bytes if compression is None else round(plan.exchanged_bytes(compression))
                 reduction = kind(self._network, numbers, devices, size_bytes)
                 for n in numbers:
                     self.stations[n].reduction = reduction

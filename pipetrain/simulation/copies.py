@@ -18,14 +18,14 @@ from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import AllReduce, AnyScheme, CodedReduce, ParameterServer, TransferOptions, name_of
-from pipetrain.schemes.synchrony import Asynchronous, Gossip, LocalSGD, Stale, synchrony_of
+from pipetrain.schemes.synchrony import Asynchronous, Gossip, LocalSGD, Stale, synchrony_of, topology_of
 from pipetrain.schemes.table import CODED, DATA_PARALLEL, GRID, SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import ONE_BY_ONE, ORDERS
-from pipetrain.schemes.transfers.plan import Layer, Phase, Plan, Workload
+from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel import Setting
 from pipetrain.simulation.grid import estimated_grid
-from pipetrain.simulation.profiled import auto, mean_step_s, sent_times, setting_of
+from pipetrain.simulation.profiled import auto, encoded, mean_step_s, sent_times, setting_of, workload_of
 
 MOST_WORKERS, MOST_LAYERS = 4, 48  # that are simulated as they are
 MOST_EXCHANGING = 16  # devices every two of which exchange messages, or that are a tree: what is simulated then
@@ -125,8 +125,23 @@ class Copies:
 
     def _way(self, scheme: AnyScheme, step_s: float, elsewhere_bytes: int = 0, devices: int | None = None) -> Way:
         memory_bytes, kind = self._whole.fullest_bytes - elsewhere_bytes, KINDS[name_of(scheme)]
-        fits = self._cluster.holds(memory_bytes)
-        return Way(kind, {"scheme": scheme}, devices or self._devices, step_s, memory_bytes, fits)
+        fits, exact = self._cluster.holds(memory_bytes), is_exact(scheme, self._profile)
+        return Way(kind, {"scheme": scheme}, devices or self._devices, step_s, memory_bytes, fits, is_exact=exact)
+
+
+def is_exact(scheme: AnyScheme, profile: Profile) -> bool:
+    """Whether a scheme without stages trains as the unsplit model does; of a pipeline its ``Partition`` knows.
+
+    All gradients count at once, and none is encoded.
+    """
+    if not isinstance(scheme, TransferOptions):
+        return True
+    synchrony = synchrony_of(scheme.synchrony) if isinstance(scheme, AllReduce | ParameterServer) else None
+    topology = topology_of(scheme.topology) if isinstance(scheme, AllReduce) else None
+    if isinstance(synchrony, Asynchronous | LocalSGD | Stale) or isinstance(topology, Gossip):
+        return False
+    workload, compression = workload_of(profile, 1, Message()), compression_of(scheme.compression)
+    return compression is None or not encoded(workload, compression, range(len(workload.sizes_bytes)))
 
 
 def estimated_step_s(

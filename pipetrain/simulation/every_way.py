@@ -28,12 +28,13 @@ from pipetrain.schemes.options import (
     name_of,
     uncompressed,
     with_options,
+    without_sums,
 )
 from pipetrain.schemes.schedules import has_halves
 from pipetrain.schemes.synchrony import Gossip
 from pipetrain.schemes.table import CHUNKED, PIPELINES, UNCUT
 from pipetrain.schemes.text_form import stages_of
-from pipetrain.simulation.copies import KINDS, Copies
+from pipetrain.simulation.copies import KINDS, Copies, is_exact
 from pipetrain.simulation.costs import acting
 from pipetrain.simulation.simulator import timed
 
@@ -156,12 +157,12 @@ class Chooser:
         if self._layout is None and is_open:
             cuts += self._replicated(profile, training)
         cut = max(cuts, key=lambda each: (self.cluster.holds(each.fullest_bytes), each.samples_per_second))
-        arguments: dict[str, Any] = {"scheme": scheme}
+        # A scheme that compresses sums is refused where no stage has several devices.
+        arguments: dict[str, Any] = {"scheme": scheme if max(cut.replicas) > 1 else without_sums(scheme)}
         arguments |= {"replicas": cut.replicas} if max(cut.replicas) > 1 else {}
         arguments |= {"microbatches": training.microbatches} if training.chosen.splits else {}
         kind = "hybrid" if max(cut.replicas) > 1 else "pipeline"
-        is_exact = not training.chosen.asynchronous and not training.chosen.compresses
-        return self._way(kind, cut, **arguments)._replace(is_set=True, is_exact=is_exact), cut
+        return self._way(kind, cut, **arguments)._replace(is_set=True), cut
 
     def _uncut(self, scheme: AnyScheme, name: str) -> tuple[Way, Partition]:
         """A scheme whose devices have all layers."""
@@ -169,12 +170,12 @@ class Chooser:
         cut = everywhere(self.copies if devices > 1 else self._profile, devices, self.cluster, self._training)
         found = self._copies.of(scheme) if name != "single" and self._copies else None
         kind = "single" if name == "single" else KINDS[name]
-        way = found or self._way(kind, cut, scheme=scheme)
+        way = found or self._way(kind, cut, scheme=scheme)._replace(is_exact=is_exact(scheme, self._profile))
         return way._replace(is_set=True), replace(cut, simulated_s=way.step_s)
 
     def _way(self, kind: str, cut: Partition, **arguments: Any) -> Way:
         fits = self.cluster.holds(cut.fullest_bytes)
-        return Way(kind, arguments, cut.devices, cut.step_s, cut.fullest_bytes, fits)
+        return Way(kind, arguments, cut.devices, cut.step_s, cut.fullest_bytes, fits, is_exact=cut.is_exact)
 
     @cached_property
     def _copies(self) -> Copies | None:
@@ -212,7 +213,7 @@ class Chooser:
                 scheme = AllReduce(compression=compression, synchrony=synchrony, topology=topology)
                 way = self._copies.of(scheme)
                 if way is not None:
-                    yield way._replace(is_exact=False, family=f"all-reduce, {compression}, {synchrony}, {topology}")
+                    yield way._replace(family=f"all-reduce, {compression}, {synchrony}, {topology}")
 
     def _crossed_by_less(self) -> Iterator[Way]:
         """1F1B with compressed cuts, of one device a stage and of several, whose sums are then compressed, too."""
@@ -220,7 +221,7 @@ class Chooser:
         counts = microbatch_counts(depth, depth, self._profile.batch_size)
         if depth > 1 and counts:
             way = fastest_of([*self._with_each(scheme, counts)])
-            yield way._replace(is_exact=False, family=_family(scheme))
+            yield way._replace(family=_family(scheme))
         yield from self._hybrids(compressing(scheme, replica_compression=CROSSING), self._counts())
 
     def _pipelines(self) -> Iterator[Way]:
@@ -301,7 +302,7 @@ class Chooser:
                 if name_of(scheme) == "1f1b" or 4 * count >= len(cut.stages):
                     arguments = {"scheme": scheme, "replicas": cut.replicas, "microbatches": count}
                     way = self._way("hybrid", cut, **arguments)
-                    yield way._replace(is_exact=scheme == "1f1b", family=_family(scheme))
+                    yield way._replace(family=_family(scheme))
 
     def _predicted(self, scheme: AnyScheme) -> Iterator[Way]:
         """Pipelines that never drain, whose weights are predicted to one target."""
@@ -312,7 +313,7 @@ class Chooser:
         for count in (count for count in counts if 4 * count >= depth):
             cut = self._laid_out(self._in(count), self._trained(scheme, count))
             way = self._way("pipeline", cut, scheme=scheme, microbatches=count)
-            yield way._replace(is_exact=False, family=_family(scheme))
+            yield way._replace(family=_family(scheme))
         yield from self._hybrids(scheme, counts)
 
     def _trained(self, scheme: AnyScheme, microbatches: int) -> Training:

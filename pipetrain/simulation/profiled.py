@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -108,7 +109,10 @@ def setting_of(
     caller_s = between_steps_s(profile, cluster)
     compressing, gradient_bytes = compression_of(compression), None
     if compressing is not None:
-        gradient_bytes = tuple(compressing.sent_bytes(squarish(each // FLOAT_BYTES)) for each in workload.sizes_bytes)
+        gradient_bytes = tuple(
+            size if n in workload.rows else compressing.sent_bytes(squarish(size // FLOAT_BYTES))
+            for n, size in enumerate(workload.sizes_bytes)
+        )
         workload = coded(workload, profile, compressing, workers, joining)
     return Setting(
         workload,
@@ -139,7 +143,7 @@ def coded(
     layers, steps = [], synchrony.steps if isinstance(synchrony, LocalSGD) else 1
     for layer, own in zip(workload.layers, workload.owned, strict=True):
         before_s = after_s = 0.0
-        for n in own:
+        for n in encoded(workload, compression, own):
             elements = workload.sizes_bytes[n] / FLOAT_BYTES
             both = coding.summing_s(elements, workers, compression.error_feedback)
             before_s, after_s = before_s + both[0] / steps, after_s + both[1] / steps
@@ -147,17 +151,26 @@ def coded(
     return replace(workload, layers=tuple(layers))
 
 
+def encoded(workload: Workload, compression: Compression, numbers: Iterable[int]) -> list[int]:
+    """Those of the variables whose gradients are encoded: that are no rows, and of which messages are smaller."""
+    matrices = {n: squarish(workload.sizes_bytes[n] // FLOAT_BYTES) for n in numbers if n not in workload.rows}
+    return [n for n, shape in matrices.items() if compression.encodes(shape)]
+
+
 def workload_of(profile: Profile, workers: int, message: Message) -> Workload:
     """What one of so many workers computes of a profiled minibatch: the blocks one after another."""
     share = math.ceil(profile.batch_size / workers) / profile.batch_size
-    sizes: list[int] = []
+    sizes, rows = list[int](), set[int]()
     numbers: dict[int, int] = {}  # of variables that blocks share, by the weights' numbers
     layers = []
     for k, block in enumerate(profile.trained):
         variables = []
-        if own_bytes := block.weight_bytes - sum(size for _, size in block.shared):
+        own_bytes = block.weight_bytes - sum(size for _, size in block.shared)
+        if rows_bytes := min(block.rows_bytes, own_bytes):
+            rows.add(len(sizes))
+        for size in filter(None, (rows_bytes, own_bytes - rows_bytes)):
             variables.append(len(sizes))
-            sizes.append(own_bytes)
+            sizes.append(size)
         for weight, size in block.shared:
             if weight not in numbers:
                 numbers[weight] = len(sizes)
@@ -166,7 +179,7 @@ def workload_of(profile: Profile, workers: int, message: Message) -> Workload:
         seconds, after = block.seconds, (k - 1,) if k else ()
         layer = Layer(tuple(variables), share * seconds.forward_s, share * seconds.backward_s, after, seconds.update_s)
         layers.append(layer)
-    return Workload(tuple(layers), tuple(sizes), message)
+    return Workload(tuple(layers), tuple(sizes), message, frozenset(rows))
 
 
 def message_of(cluster: Cluster, workers: int, serves: bool, topology: Gossip | str | None = None) -> Message:

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transfer_models import words
 
 from pipetrain.checkpoint.state import handed_on
 from pipetrain.compute.functions.stage_values import BoundaryTensors
@@ -267,6 +268,23 @@ def test_what_a_call_takes_is_not_a_message_s(monkeypatch):
     monkeypatch.setattr(timing, "_coding_of", coding_of)
     found = timing.time_coding(Int8(), "CPU:0")
     assert found.encode_s == pytest.approx((3e-6, 2e-9)) and found.decode_s == pytest.approx((1.5e-6, 1e-9))
+
+
+@pytest.mark.parametrize("budget_s", [None, 1e-9])
+def test_a_profile_knows_whose_gradients_are_rows(budget_s):
+    """Measured, or estimated for want of time."""
+    blocks = profile(words(), 8, verbose=False, budget_s=budget_s).blocks
+    assert {each.name: each.rows_bytes for each in blocks if each.weight_bytes} == {
+        each.name: 20 * 4 * 4 * ("embedding" in each.name) for each in blocks if each.weight_bytes
+    }
+    assert not any(each.rows_bytes for each in profile(tied_words(), 8, verbose=False, budget_s=budget_s).blocks)
+
+
+def tied_words():
+    """An embedding of two layers, whose gradients may be added to each other."""
+    words = keras.Input((6,), dtype="int32")
+    table = keras.layers.Embedding(20, 4)
+    return keras.Model(words, keras.layers.Dense(5)(table(keras.ops.abs(words)) + table(words)))
 
 
 def test_a_profile_says_what_compressions_take():

@@ -25,6 +25,10 @@ def test_plan_on_the_command_line(tmp_path, capsys):
     assert command_line.main([*common, "--devices", "6", "--scheme", "auto", "--staleness", "predicted"]) == 0
     out = capsys.readouterr().out
     assert "Taken: scheme=" in out and "horizon target" in out and "Recommended" not in out
+    assert command_line.main([*common, "--devices", "2", "--scheme", "1f1b", "--replica-compression", "int8"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^1f1b, M=\d+ \(as set\) ", out, re.MULTILINE) and "not exact" not in out
+    assert "No stage has several devices" in out
     assert command_line.main(["plan", str(tmp_path / "none.keras"), "--devices", "6"]) == 2
     assert "none.keras" in capsys.readouterr().err
     with pytest.raises(SystemExit):

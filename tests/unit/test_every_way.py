@@ -373,6 +373,46 @@ def test_pipelines_whose_cuts_are_crossed_by_less_are_taken_only_where_that_is_a
     assert {str(each): each.step_s for each in chooser.choice().ways} == exact
 
 
+def test_exact_is_what_encodes_nothing_and_leaves_no_gradient_for_later():
+    """Whoever asks: a layout's pipeline, a cut that has no replicas, and copies of the whole model."""
+    sizes = {"weight_bytes": MIB, "output_bytes": MIB}
+    wide = replace(uneven(8), blocks=tuple(replace(block, **sizes) for block in uneven(8).blocks))
+    whole = replace(wide, blocks=tuple(replace(block, rows_bytes=MIB, floats=(0, 0)) for block in wide.blocks))
+    int8, summed = OneFOneB(compression="int8"), OneFOneB(replica_compression="int8")
+    for profile, given_scheme, replicas, exact in (
+        (wide, int8, (1, 1), False),
+        (wide, int8, (2,), True),
+        (whole, int8, (1, 1), True),
+        (wide, summed, (1, 1), True),
+        (wide, summed, (2, 1), False),
+        (wide, OneFOneB(replica_compression="top-k:0.9"), (2, 1), True),
+        (whole, summed, (2, 1), True),
+        (wide, SpecTrain(horizon="target"), (1, 1), False),
+    ):
+        training = Training(given_scheme, microbatches=2)
+        chooser = Chooser(profile, sum(replicas), FAST, training, layout=PipelineLayout(replicas))
+        assert chooser.of(given_scheme)[0].is_exact == exact, (given_scheme, replicas)
+    for given_scheme, exact in (
+        (AllReduce(compression="int8"), False),
+        (AllReduce(compression="top-k:0.9"), True),
+        (AllReduce(topology="ring"), True),
+        (AllReduce(synchrony="local:4"), False),
+        (ParameterServer(synchrony="asynchronous"), False),
+        (CodedReduce(2), True),
+    ):
+        for devices in (1, 4):
+            assert Chooser(wide, devices, FAST).of(given_scheme)[0].is_exact == exact, (given_scheme, devices)
+    assert Chooser(whole, 4, FAST).of(AllReduce(compression="int8"))[0].is_exact
+
+
+def test_sums_that_nobody_makes_are_not_said_to_be_compressed():
+    """What is printed could be given to a PipelineModel."""
+    chooser = Chooser(chain(), 2, FAST, Training(OneFOneB(replica_compression="int8"), microbatches=4))
+    way, cut = chooser.of(OneFOneB(replica_compression="int8"), 4)
+    assert cut.replicas == (1, 1) and str(way) == "1f1b, M=4" and way.is_exact
+    assert [str(each) for each in chooser.choice((way, cut)).ways if each.is_set] == ["1f1b, M=4"]
+
+
 def test_options_of_schemes_without_stages_are_predicted():
     """One server sends and gets more, and holds more; an order has its own seconds; a tree its own devices."""
     heavy = replace(uneven(8), blocks=tuple(replace(block, weight_bytes=4 * MIB) for block in uneven(8).blocks))

@@ -644,6 +644,34 @@ def test_what_replicas_sum_is_compressed():
         simulate(parts, int8, slow, 4, reduction="server")
 
 
+def test_rows_and_what_would_not_be_smaller_are_sent_as_they_are():
+    """As if nothing were compressed; a stage of rows and other weights encodes these alone."""
+    size, slow, way = 4 * 32 * 1000, joined_by(1e6), OneFOneB(replica_compression="int8")
+    codings = tuple(Coding(name, (1e-3, 1e-6), (1e-3, 1e-6)) for name in ("int8", "top-k:0.9", "bfloat16"))
+
+    def planned(way, rows_bytes, **more):
+        blocks = tuple(
+            replace(each, weight_bytes=size, output_bytes=4, rows_bytes=rows_bytes, **more) for each in chain(2).blocks
+        )
+        profile = replace(chain(2), blocks=blocks, codings=codings)
+        return partition(profile, 3, slow, replicas=(2, 1), training=Training(way, microbatches=2))
+
+    plain, rows, half, coded = (
+        planned(*each).stages[0] for each in (("1f1b", 0), (way, size), (way, size // 2), (way, 0))
+    )
+    assert (rows.total_s, rows.sent_bytes, rows.memory_bytes) == pytest.approx(
+        (plain.total_s, plain.sent_bytes, plain.memory_bytes)
+    )
+    assert rows.messages_s == 0 < half.messages_s < coded.messages_s
+    assert half.sent_bytes == pytest.approx((rows.sent_bytes + coded.sent_bytes) / 2, rel=1e-3)
+    assert half.memory_bytes == (rows.memory_bytes + coded.memory_bytes) / 2
+    sent = [each.size_bytes for each in simulate(planned(way, size), way, slow, 4).transfers if each.op == "R"]
+    assert {*sent} == {size}
+    assert planned(OneFOneB(replica_compression="top-k:0.9"), 0).stages[0].messages_s == 0
+    halves = planned(OneFOneB(compression="bfloat16"), 0, floats=(2, 4))  # numbers of 2 bytes cross
+    assert halves.stages[0].coding_s == (0.0, 0.0)
+
+
 def test_what_compressions_take_is_counted_where_it_was_measured():
     size, slow = 4 * 32 * 1000, joined_by(1e6)
     blocks = tuple(replace(each, weight_bytes=size, output_bytes=size) for each in chain(2).blocks)

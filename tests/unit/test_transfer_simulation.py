@@ -15,7 +15,7 @@ from transfer_plans import workloads
 
 import pipetrain
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level, Link
-from pipetrain.plan.profile import BlockProfile, Profile
+from pipetrain.plan.profile import BlockProfile, Coding, Profile
 from pipetrain.schemes.synchrony import Gossip
 from pipetrain.schemes.table import TRANSFERRING
 from pipetrain.schemes.transfers.caramel import step_s
@@ -501,6 +501,15 @@ def test_stale_gradients_are_sent_while_the_next_step_computes(serves, workload)
     assert late == pytest.approx(whole * 2 / 3, abs=len(sent[0]))
     plan = plan.returning  # of a server weights are pulled at once
     assert mean_step_s(stale, plan) <= mean_step_s(setting, plan) * (1 + 1e-9)
+
+
+def test_rows_of_embeddings_are_neither_encoded_nor_made_smaller():
+    blocks = [BlockProfile(f"b{n}", 1.0, 2.0, 0, 4096, rows_bytes=rows) for n, rows in enumerate((4096, 1024, 0))]
+    profile = Profile("m", 8, tuple(blocks), codings=(Coding("int8", (1.0, 0.0), (0.0, 0.0)),))
+    setting = setting_of(profile, "all-reduce", 2, Cluster(), compression="int8")
+    assert setting.workload.sizes_bytes == (4096, 1024, 3072, 4096) and setting.workload.rows == {0, 1}
+    assert setting.gradient_bytes[:2] == (4096, 1024) and all(each < 1100 for each in setting.gradient_bytes[2:])
+    assert [layer.backward_s for layer in setting.workload.layers] == [1.0, 2.0, 2.0]
 
 
 def test_a_stale_step_takes_what_takes_longer():

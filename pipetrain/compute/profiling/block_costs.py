@@ -9,12 +9,14 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple
 
+import keras
 import tensorflow as tf
 
 from pipetrain.compute.cores import cores, is_remote
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.graph.blocks import Chain
-from pipetrain.compute.graph.sharing import shared_by_blocks
+from pipetrain.compute.graph.segment import Segment
+from pipetrain.compute.graph.sharing import embeddings, shared_by_blocks
 from pipetrain.compute.profiling.block_functions import BlockFunctions, Keeps
 from pipetrain.compute.profiling.block_passes import Placed, lone_pass
 from pipetrain.compute.profiling.kinds import Kind, Kinds, Workspace
@@ -49,12 +51,21 @@ def block_bytes(chain: Chain, kinds: Kinds, rows: int, minibatch_rows: int) -> l
             fixed_bytes=sum(size_bytes(spec) for spec in specs(segment.non_trainable_variables)),
             estimated=kind.traced is None,
             floats=floats_of([like[value] for value in chain.crossing(index + 1) if value in trained]),
+            rows_bytes=_rows_bytes(chain, kind, segment, [weight for _, weight in shared[index]]),
         )
         found.append(_shown(cost, kind, rows, minibatch_rows))
     for value, index in saved.items():
         more = found[index].activation_bytes + size_bytes(like[value])
         found[index] = replace(found[index], activation_bytes=more)
     return found
+
+
+def _rows_bytes(chain: Chain, kind: Kind, segment: Segment, shared: Sequence[keras.Variable]) -> int:
+    """The bytes of the weights whose gradients are rows, as far as they are not added to those of other blocks."""
+    weights = segment.trainable_variables
+    numbers = kind.traced.functions.rows if kind.traced else embeddings(chain.model, weights)
+    apart = [weights[n] for n in numbers if all(weights[n] is not each for each in shared)]
+    return sum(map(size_bytes, specs(apart)))
 
 
 def floats_of(specs: Sequence[tf.TensorSpec]) -> tuple[int, int]:

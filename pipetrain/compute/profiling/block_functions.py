@@ -82,6 +82,11 @@ class BlockFunctions:
         weights = specs(self._segment.trainable_variables)
         return sum(size_bytes(weights[n]) for n in may_wait(symbolic_gradients(self._halves)))
 
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of the weights whose gradients are rows."""
+        return [n for n, each in enumerate(self.gradients) if isinstance(each, tf.IndexedSlices)]
+
     def ones(self, outputs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
         """Gradients of ones for those of its outputs that need one."""
         pairs = zip(outputs, self._segment.returns, strict=True)

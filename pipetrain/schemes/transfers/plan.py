@@ -44,11 +44,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Workload:
-    """Layers in an order in which they can run forward, the bytes of each variable, and what messages take."""
+    """Layers in an order in which they can run forward, the bytes of each variable, and what messages take.
+
+    ``rows`` are the variables whose gradients are rows of embeddings, which no compression changes.
+    """
 
     layers: tuple[Layer, ...]
     sizes_bytes: tuple[int, ...]
     message: Message = Message()
+    rows: frozenset[int] = frozenset()
 
     @classmethod
     def chain(
