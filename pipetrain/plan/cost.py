@@ -200,7 +200,7 @@ class Costs:
         if replica_compression is not None:
             self._summed = _sums([block.summed_bytes(replica_compression) for block in blocks])
         self._by, self._sums_by = compression, replica_compression
-        self._rows = _sums([block.rows_bytes for block in blocks])  # of gradients that are sent as they are
+        self._rows = _sums([block.uncoded_bytes for block in blocks])
         self._coding, self._summing = profile.coding(compression), profile.coding(replica_compression)
         self._feeds = replica_compression is not None and replica_compression.error_feedback
         self._microbatches = microbatches

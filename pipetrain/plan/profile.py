@@ -92,7 +92,8 @@ class BlockProfile:
     seconds of its forward and of its backward with one of so many equal parts of its outputs, by the number of parts.
     ``floats`` is how many of the numbers that cross the cut have gradients, and their bytes: a compression makes these
     fewer; None where all that crosses is such numbers of 4 bytes. ``rows_bytes`` are those of its weights whose
-    gradients are rows of an embedding, which are sent as they are.
+    gradients are rows of an embedding, which are sent as they are; those that other blocks have too, whose gradients
+    only a pipeline sends so, are ``shared_rows``, by the weights' numbers.
     """
 
     name: str
@@ -113,10 +114,16 @@ class BlockProfile:
     slices: tuple[tuple[int, float, float], ...] = ()
     floats: tuple[int, int] | None = None
     rows_bytes: int = 0
+    shared_rows: tuple[int, ...] = ()
 
     def crossing_bytes(self, compression: Compression | None) -> int:
         """What crosses a cut right after this block, each way, compressed so."""
         return crossing_bytes(self.output_bytes, self.floats, compression)
+
+    @property
+    def uncoded_bytes(self) -> int:
+        """Its weights whose gradients the replicas of a stage send as they are."""
+        return self.rows_bytes + sum(size for number, size in self.shared if number in self.shared_rows)
 
     def crossing_elements(self, compression: Compression | None) -> int:
         """How many of the numbers that cross a cut right after it are encoded."""
@@ -124,12 +131,12 @@ class BlockProfile:
 
     def summed_elements(self, compression: Compression | None) -> int:
         """How many elements of its weights' gradients are encoded where these are sent, as if they were one matrix."""
-        elements = (self.weight_bytes - self.rows_bytes) // FLOAT_BYTES
+        elements = (self.weight_bytes - self.uncoded_bytes) // FLOAT_BYTES
         return elements if compression and elements and compression.encodes(squarish(elements)) else 0
 
     def summed_bytes(self, compression: Compression) -> int:
         """A message of these gradients, compressed so."""
-        elements = (self.weight_bytes - self.rows_bytes) // FLOAT_BYTES
+        elements = (self.weight_bytes - self.uncoded_bytes) // FLOAT_BYTES
         return compression.sent_bytes(squarish(elements)) if elements else 0
 
     @property
@@ -348,7 +355,7 @@ class Profile(Tabular):
         return rows
 
     def _columns(self) -> dict[str, Sequence[Any]]:
-        nested = ("compiled", "shared", "slices", "floats")
+        nested = ("compiled", "shared", "slices", "floats", "shared_rows")
         names = [each.name for each in fields(BlockProfile) if each.name not in nested]
         columns: dict[str, Sequence[Any]] = {name: [getattr(block, name) for block in self.blocks] for name in names}
         for name in ("forward_s", "backward_s", "update_s"):
@@ -392,13 +399,15 @@ def _block(
     shared: Any = (),
     slices: Any = (),
     floats: Sequence[int] | None = None,
+    shared_rows: Sequence[int] = (),
     **fields: Any,
 ) -> BlockProfile:
     pairs = tuple((int(number), int(size_bytes)) for number, size_bytes in shared)
     parts = tuple((int(each[0]), float(each[1]), float(each[2])) for each in slices)
     compiled_s = None if compiled is None else Seconds(**compiled)
     pair = None if floats is None else (int(floats[0]), int(floats[1]))
-    return BlockProfile(**fields, compiled=compiled_s, shared=pairs, slices=parts, floats=pair)
+    numbers = tuple(map(int, shared_rows))
+    return BlockProfile(**fields, compiled=compiled_s, shared=pairs, slices=parts, floats=pair, shared_rows=numbers)
 
 
 def coding_of(compression: str, encode_s: Sequence[float], decode_s: Sequence[float]) -> Coding:

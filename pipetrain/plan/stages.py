@@ -13,7 +13,7 @@ from pipetrain.logs import counted, text_table
 from pipetrain.pictures.tables import Tabular, table
 from pipetrain.plan.cost import PREDICTING, Costs, Place, sent_to_each
 from pipetrain.plan.memory import Holding, Training, demand, demand_of, moments
-from pipetrain.plan.profile import Profile, crossing_bytes, crossing_elements, mib, squarish
+from pipetrain.plan.profile import BlockProfile, Profile, crossing_bytes, crossing_elements, mib, squarish
 from pipetrain.plan.search import StageChoice
 from pipetrain.schemes.compression import FLOAT_BYTES, Compression
 from pipetrain.schemes.dry_run import waiting
@@ -37,7 +37,7 @@ class StagePlan:
     minibatch, and what that takes of ``backward_s``; ``shared_bytes`` the weights that other stages have too, and
     ``summing_s`` what sending their gradients takes of ``total_s``; ``late_s`` what those weight gradients take of
     ``backward_s`` that may be made later than the gradients of the stage's inputs. ``output_bytes`` and ``floats`` are
-    those of its last block; ``rows_bytes`` its weights whose gradients are sent as they are, being rows.
+    those of its last block; ``uncoded_bytes`` its weights whose gradients are sent as they are.
     """
 
     first: str
@@ -63,7 +63,7 @@ class StagePlan:
     floats: tuple[int, int] | None = None
     coding_s: tuple[float, float] = (0.0, 0.0)
     messages_s: float = 0.0
-    rows_bytes: int = 0
+    uncoded_bytes: int = 0
 
     def crossing_bytes(self, compression: Compression | None) -> int:
         """What crosses the cut after it, each way, compressed so."""
@@ -71,19 +71,19 @@ class StagePlan:
 
     def summed_bytes(self, compression: Compression) -> int:
         """A message of its weights' gradients, compressed so, as if its blocks had one matrix each, all alike."""
-        elements = (self.weight_bytes - self.rows_bytes) // FLOAT_BYTES // self.blocks
+        elements = (self.weight_bytes - self.uncoded_bytes) // FLOAT_BYTES // self.blocks
         return self.blocks * compression.sent_bytes(squarish(elements)) if elements else 0
 
     def exchanged_bytes(self, compression: Compression) -> float:
-        """What each of its replicas sends each other: such a message, and rows."""
-        return self.summed_bytes(compression) + float(sent_to_each(self.rows_bytes, self.replicas))
+        """What each of its replicas sends each other: such a message, and what it does not have."""
+        return self.summed_bytes(compression) + float(sent_to_each(self.uncoded_bytes, self.replicas))
 
     def is_exact(self, scheme: Scheme, is_last: bool) -> bool:
         """Whether what crosses the cut after it, and what its replicas sum, arrives as it is by this scheme."""
         crossing, summed = scheme.compression, scheme.replica_compression
         if not is_last and crossing_elements(self.output_bytes, self.floats, crossing):
             return False
-        elements = (self.weight_bytes - self.rows_bytes) // FLOAT_BYTES // self.blocks
+        elements = (self.weight_bytes - self.uncoded_bytes) // FLOAT_BYTES // self.blocks
         return summed is None or self.replicas == 1 or not elements or not summed.encodes(squarish(elements))
 
 
@@ -306,11 +306,17 @@ def described(
                 floats=part[-1].floats,
                 coding_s=costs.coding_s(part[-1]) if end < len(profile.blocks) else (0.0, 0.0),
                 messages_s=sum(sum(costs.messages_s(block, place.replicas)) for block in part),
-                rows_bytes=sum(block.rows_bytes for block in part),
+                uncoded_bytes=_uncoded_bytes(part),
             )
         )
     processors = costs.cluster.processors
     return Partition(profile.model, profile.batch_size, tuple(stages), training, processors, profile.metric_s)
+
+
+def _uncoded_bytes(part: Sequence[BlockProfile]) -> int:
+    """Of a stage's weights, each counted once."""
+    shared = {number: size for block in part for number, size in block.shared if number in block.shared_rows}
+    return sum(block.rows_bytes for block in part) + sum(shared.values())
 
 
 def _memory_bytes(costs: Costs, choices: Sequence[StageChoice], training: Training) -> list[float]:

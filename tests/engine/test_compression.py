@@ -277,7 +277,9 @@ def test_a_profile_knows_whose_gradients_are_rows(budget_s):
     assert {each.name: each.rows_bytes for each in blocks if each.weight_bytes} == {
         each.name: 20 * 4 * 4 * ("embedding" in each.name) for each in blocks if each.weight_bytes
     }
-    assert not any(each.rows_bytes for each in profile(tied_words(), 8, verbose=False, budget_s=budget_s).blocks)
+    blocks = profile(tied_words(), 8, verbose=False, budget_s=budget_s).blocks
+    assert not any(each.rows_bytes for each in blocks)
+    assert {each.uncoded_bytes for each in blocks if "embedding" in each.name} == {20 * 4 * 4}
 
 
 def tied_words():

@@ -668,6 +668,10 @@ def test_rows_and_what_would_not_be_smaller_are_sent_as_they_are():
     sent = [each.size_bytes for each in simulate(planned(way, size), way, slow, 4).transfers if each.op == "R"]
     assert {*sent} == {size}
     assert planned(OneFOneB(replica_compression="top-k:0.9"), 0).stages[0].messages_s == 0
+    both = tuple(replace(each, shared=((0, size // 2),), shared_rows=(0,)) for each in chain(2).blocks)
+    both = tuple(replace(each, weight_bytes=size, output_bytes=4) for each in both)
+    tied = partition(replace(chain(2), blocks=both), 2, slow, replicas=(2,), training=Training(way)).stages[0]
+    assert (tied.weight_bytes, tied.uncoded_bytes) == (3 * size // 2, size // 2)
     halves = planned(OneFOneB(compression="bfloat16"), 0, floats=(2, 4))  # numbers of 2 bytes cross
     assert halves.stages[0].coding_s == (0.0, 0.0)
 

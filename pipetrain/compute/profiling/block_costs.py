@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -35,6 +35,8 @@ def block_bytes(chain: Chain, kinds: Kinds, rows: int, minibatch_rows: int) -> l
     made = dict.fromkeys(chain.crossing(0), 0)  # the block that made each value, or first has it
     saved: dict[int, int] = {}  # the same, of those that some backward reads
     shared, trained = shared_by_blocks([block.calls for block in chain.blocks]), chain.trained()
+    weights = chain.model.trainable_variables
+    tables = {id(weights[n]) for n in embeddings(chain.model, weights)}
     for index, (block, kind, segment) in enumerate(zip(chain.blocks, kinds.of, kinds.segments, strict=True)):
         keeps = kind.traced.keeps if kind.traced else _counted(kind)
         made.update(dict.fromkeys(segment.writes, index))
@@ -51,7 +53,8 @@ def block_bytes(chain: Chain, kinds: Kinds, rows: int, minibatch_rows: int) -> l
             fixed_bytes=sum(size_bytes(spec) for spec in specs(segment.non_trainable_variables)),
             estimated=kind.traced is None,
             floats=floats_of([like[value] for value in chain.crossing(index + 1) if value in trained]),
-            rows_bytes=_rows_bytes(chain, kind, segment, [weight for _, weight in shared[index]]),
+            rows_bytes=_rows_bytes(kind, segment, tables, [weight for _, weight in shared[index]]),
+            shared_rows=tuple(number for number, weight in shared[index] if id(weight) in tables),
         )
         found.append(_shown(cost, kind, rows, minibatch_rows))
     for value, index in saved.items():
@@ -60,12 +63,11 @@ def block_bytes(chain: Chain, kinds: Kinds, rows: int, minibatch_rows: int) -> l
     return found
 
 
-def _rows_bytes(chain: Chain, kind: Kind, segment: Segment, shared: Sequence[keras.Variable]) -> int:
-    """The bytes of the weights whose gradients are rows, as far as they are not added to those of other blocks."""
-    weights = segment.trainable_variables
-    numbers = kind.traced.functions.rows if kind.traced else embeddings(chain.model, weights)
-    apart = [weights[n] for n in numbers if all(weights[n] is not each for each in shared)]
-    return sum(map(size_bytes, specs(apart)))
+def _rows_bytes(kind: Kind, segment: Segment, tables: Collection[int], shared: Sequence[keras.Variable]) -> int:
+    """The bytes of the weights that no other block has whose gradients are rows, as traced or of embeddings."""
+    rows = kind.traced.functions.rows if kind.traced else ()
+    weights = [each for n, each in enumerate(segment.trainable_variables) if n in rows or id(each) in tables]
+    return sum(map(size_bytes, specs([each for each in weights if all(each is not other for other in shared)])))
 
 
 def floats_of(specs: Sequence[tf.TensorSpec]) -> tuple[int, int]:

@@ -84,7 +84,7 @@ def profile(
             pipeline computes, and says what all take together: more than one minibatch of as many rows.
         budget_s: the seconds that it may take, which it may exceed by the measurement of a block; None or infinity for
             as many as it takes.
-        compressions: whose encoding and decoding is measured, too.
+        compressions: whose encoding and decoding is measured, too, or known: it is kept beside the profiles of ``fit``.
 
     Raises:
         ValueError, TypeError: for a model whose layer calls Keras does not record, a batch size below 1, more
