@@ -25,7 +25,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 SCHEMES = ("spectrain", "1f1b", "all-reduce")
-WARM_UP = 6  # steps of a side's first turn, the last of which say how many a turn has
+WARM_UP = 6  # steps of a side's first turn
+TIMED = 60  # of its second one, whose mean says how many steps a turn has: several may end with one call
 DISK_STEPS = 10_000  # from one checkpoint to the next on the disk, where memory has the state of every call
 
 
@@ -80,15 +80,29 @@ class Training:
         self.step_s: dict[bool, list[float]] = {False: [], True: []}
         self.checkpoints: list[int] = []  # of each turn
 
+    def warm_up(self) -> None:
+        """Find how many steps a turn has."""
+        self._ends(WARM_UP)
+        ends, _ = self._ends(TIMED)
+        self.steps = max(2 * WARM_UP, round(self._seconds * (TIMED - 1) / (ends[-1] - ends[0])))
+
     def turn(self, with_checkpoints: bool) -> None:
-        """Train for a turn; the first one of all warms up."""
+        """Train for a turn."""
+        ends, saved = self._ends(self.steps, with_checkpoints)
+        whole = [*saved.values()] if len(saved) > 1 else [0, len(ends) - 1]
+        taken_s = ends[whole[-1]] - ends[whole[0]]
+        self.step_s[with_checkpoints].append(taken_s / (whole[-1] - whole[0]))
+        self.checkpoints += [len(saved)] if with_checkpoints else []
+
+    def _ends(self, steps: int, with_checkpoints: bool = False) -> tuple[list[float], dict[int, int]]:
+        """Train; when steps ended, and of each checkpoint that is there, after how many of these steps it was."""
         import keras
         import tensorflow as tf
 
         from pipetrain.callbacks import PipelineCheckpoint
 
         ends: list[float] = []
-        saved: dict[int, int] = {}  # of each checkpoint that is there, after how many steps of the turn it was
+        saved: dict[int, int] = {}
         callbacks: list[Any] = []
         if with_checkpoints:
             how: dict[str, Any] = {"every_steps": "auto"}
@@ -103,17 +117,10 @@ class Training:
                     saved.setdefault(each.saved_at, len(ends) - 1)
 
         callbacks.append(keras.callbacks.LambdaCallback(on_train_batch_end=ended))
-        rows = tf.data.Dataset.from_tensors(tuple(self._minibatch)).repeat(self.steps or WARM_UP)
+        rows = tf.data.Dataset.from_tensors(tuple(self._minibatch)).repeat(steps)
         self._pm.fit(rows, verbose=0, callbacks=callbacks)
         shutil.rmtree(self._folder, ignore_errors=True)
-        gaps_s = [after - before for before, after in pairwise(ends)]
-        if self.steps:
-            whole = [*saved.values()] if len(saved) > 1 else [0, len(ends) - 1]
-            taken_s = ends[whole[-1]] - ends[whole[0]]
-            self.step_s[with_checkpoints].append(taken_s / (whole[-1] - whole[0]))
-            self.checkpoints += [len(saved)] if with_checkpoints else []
-        else:
-            self.steps = max(2 * WARM_UP, round(self._seconds / statistics.median(gaps_s[2:])))
+        return ends, saved
 
     def row(self) -> tuple[str, ...]:
         """Of the table."""
@@ -140,7 +147,7 @@ def train(options: argparse.Namespace) -> list[tuple[str, ...]]:
     with TemporaryDirectory() as folder:
         for scheme in options.scheme or SCHEMES:
             training = Training(options, scheme, devices, Path(folder) / "checkpoints")
-            training.turn(with_checkpoints=False)  # warms up
+            training.warm_up()
             for number in range(options.rounds):
                 for with_checkpoints in sequences.sample((False, True), 2):
                     training.turn(with_checkpoints)

@@ -1,9 +1,10 @@
-"""How well a GPT-2 trains as an asynchronous pipeline: validation loss against that of one device, by optimizer.
+"""How well a language model trains as an asynchronous pipeline: validation loss against one device's, by optimizer.
 
-A GPT-2 whose output layer is the embedding transposed reads the first 19 words of IMDb reviews and predicts the next
-one at each. Runs of one seed start from the same weights and see the same minibatches; the table has, for every scheme,
-optimizer and learning rate, the validation loss after so many minibatches, the mean over the seeds, and in brackets
-the difference from `single` at the same minibatch, seed by seed, with its 95% interval.
+A GPT-2 whose output layer is the embedding transposed, or a Llama of keras_hub (`pip install ".[hub]"`) whose output
+layer is apart, reads the first 19 words of IMDb reviews and predicts the next one at each. Runs of one seed start from
+the same weights and see the same minibatches; the table has, for every scheme, optimizer and learning rate, the
+validation loss after so many minibatches, the mean over the seeds, and in brackets the difference from `single` at the
+same minibatch, seed by seed, with its 95% interval.
 
 A language model begins on a plateau, at the entropy of single words. Under Adam late gradients keep it there; under
 `{attentive}`, Keras' Muon with attentions' kernels among its matrices, they do not (docs/results/language-models.md).
@@ -16,6 +17,7 @@ examples:
   python experiments/language_quality.py --data-dir DIR
   python experiments/language_quality.py --data-dir DIR --depth 4 --width 64 --stages 4 --steps 200 --every 50
   python experiments/language_quality.py --data-dir DIR --optimizer adam --learning-rate 0.0003 --learning-rate 0.001
+  python experiments/language_quality.py --data-dir DIR --model llama --depth 4 --width 64 --learning-rate 0.003
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments import datasets, optimizers, results, resuming  # noqa: E402
 from experiments.intervals import shown  # noqa: E402
-from experiments.networks import NETWORKS  # noqa: E402
+from experiments.networks import LANGUAGE, NETWORKS  # noqa: E402
 from experiments.options import owned, rate  # noqa: E402
 from experiments.progress import tracked, write_rows  # noqa: E402
 from experiments.records import Settings  # noqa: E402
@@ -44,7 +46,6 @@ from pipetrain.cli.arguments import Folded, count, whole  # noqa: E402
 from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 
-MODEL = "gpt2"
 SINGLE = "single"
 SCHEMES = (SINGLE, "vanilla", "spectrain/target/M=1", "spectrain/target/M=2")
 OPTIMIZERS = ("adam", optimizers.ATTENTIVE)
@@ -97,6 +98,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"{again} (default: {' '.join(OPTIMIZERS)})",
     )
     add("--learning-rate", type=rate, action="append", metavar="X", help=f"{again} (default: 0.001)")
+    add("--model", choices=LANGUAGE, default=LANGUAGE[0], help="(default: %(default)s)")
     add("--stages", type=count, default=4, metavar="N", help="pipeline stages (default: %(default)s)")
     add("--depth", type=count, default=12, metavar="N", help="blocks of the network (default: %(default)s)")
     add("--width", type=count, default=256, metavar="N", help="units of its vectors (default: %(default)s)")
@@ -138,8 +140,8 @@ def planned(options: argparse.Namespace) -> list[Settings]:
     return [
         Settings(
             scheme=each.scheme,
-            model=MODEL,
-            dataset=NETWORKS[MODEL].dataset,
+            model=options.model,
+            dataset=NETWORKS[options.model].dataset,
             stages=options.stages,
             batch_size=options.batch_size,
             steps=options.steps,
@@ -187,7 +189,7 @@ def train_all(wanted: Iterable[Settings], options: argparse.Namespace, output: P
 
     for each in left:
         check(each)
-    data = datasets.load(left[0].dataset, options.data_dir, NETWORKS[MODEL].reads)
+    data = datasets.load(left[0].dataset, options.data_dir, NETWORKS[options.model].reads)
     rows = options.validation_rows
     data = data._replace(x_test=data.x_test[:rows], y_test=data.y_test[:rows])
     named = [f"{each.optimizer} {each.learning_rate:g}, {each.label}, seed {each.seed}" for each in left]
@@ -223,7 +225,7 @@ def gathered(runs: Iterable[Settings], options: argparse.Namespace, output: Path
 def title(options: argparse.Namespace) -> str:
     """What was trained."""
     return (
-        f"GPT-2 of {options.depth} blocks of width {options.width}, {options.stages} stages, minibatches of "
+        f"{options.model} of {options.depth} blocks of width {options.width}, {options.stages} stages, minibatches of "
         f"{options.batch_size} rows, {options.seeds} seeds: validation loss after so many minibatches, and minus single"
     )
 

@@ -23,7 +23,7 @@ class Network(NamedTuple):
     size: Mapping[str, int] = {}
 
 
-# Learning rates: Chen et al. 2018 (arXiv 1809.02839), section 4; that of gpt2 suits SGD with momentum at depth 4.
+# Learning rates: Chen et al. 2018 (arXiv 1809.02839), section 4; those of language models suit SGD with momentum.
 NETWORKS = {
     "snn": Network(1e-3, "fashion_mnist_small", "features", size={"depth": 16, "width": 512}),
     "vgg16": Network(2e-3, "cifar10", "images", 32),
@@ -32,8 +32,10 @@ NETWORKS = {
     "transformer": Network(5e-5, "imdb_reviews", "words"),
     "residual_lstm": Network(5e-3, "imdb_reviews", "words"),
     "gpt2": Network(1e-2, "imdb_reviews", "next words"),
+    "llama": Network(1e-2, "imdb_reviews", "next words"),
 }
-PUBLISHED = tuple(name for name in NETWORKS if name != "gpt2")  # the six networks of the paper
+LANGUAGE = tuple(name for name, network in NETWORKS.items() if network.reads == "next words")
+PUBLISHED = tuple(name for name in NETWORKS if name not in LANGUAGE)  # the six networks of the paper
 
 
 def defaults(field: str) -> str:

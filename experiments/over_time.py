@@ -1,15 +1,17 @@
 """What accuracy each scheme has after how many seconds: runs of experiments/table1.py, and simulated seconds.
 
-Accuracy is what the runs of one network measured, the mean over their seeds. The seconds of a minibatch are simulated,
-since they depend on the devices and accuracy does not: the network is profiled on one core of this machine, with the
-rows of a minibatch and of every number of microbatches, and cut for as many devices of that speed as the runs had
-stages, joined as --cluster says. --synchronous schemes train as `single` does: they have its accuracy, and seconds of
-their own.
+Accuracy, or a language model's loss, is what the runs of one network measured, the mean over their seeds. The seconds
+of a minibatch are simulated, since they depend on the devices and accuracy does not: the network is profiled on one
+core of this machine, with the rows of a minibatch and of every number of microbatches, and cut for as many devices of
+that speed as the runs had stages, joined as --cluster says. --synchronous schemes train as `single` does: they have its
+accuracy, and seconds of their own. The memory is the fullest device's. The last column of the table is when the mean
+over the seeds is nearly what `single` has at its end.
 
 example:
   python experiments/table1.py --model vgg16 --width 4 --dataset fashion_mnist_small --stages 8 --output runs/vgg16 \\
       --scheme single --scheme spectrain --scheme spectrain/target/M=2
   python experiments/over_time.py runs/vgg16 --synchronous 1f1b/M=2 --synchronous 1f1b/M=8
+  python experiments/over_time.py runs/language_quality/muon+attention-0.003-1000 --synchronous 1f1b/M=4
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models  # noqa: E402
-from experiments import datasets, results  # noqa: E402
+from experiments import datasets, optimizers, results  # noqa: E402
 from experiments.intervals import shown  # noqa: E402
-from experiments.networks import NETWORKS, input_shape  # noqa: E402
+from experiments.networks import LANGUAGE, NETWORKS, input_shape  # noqa: E402
 from experiments.options import rate  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import Variant, variant  # noqa: E402
@@ -51,15 +53,32 @@ History = list[dict[str, float]]  # the rows of a run's history.jsonl
 LAST = 5  # evaluations of a run, whose mean is its accuracy at the end
 
 
+class Measure(NamedTuple):
+    """How well a network is trained: a column of histories, over how many last rows it is averaged, and what is near.
+
+    ``sign`` is -1 where less is better.
+    """
+
+    column: str
+    name: str
+    last: int
+    near: float
+    sign: int = 1
+
+
+ACCURACY, LOSS = Measure("val_accuracy", "accuracy", LAST, 0.01), Measure("val_loss", "loss", 1, 0.03, -1)
+
+
 @dataclass(frozen=True)
 class Way:
-    """One scheme: its simulated seconds, its mean accuracy after so many minibatches, and each seed's at the end."""
+    """One scheme: seconds, memory, its mean accuracy or loss after so many minibatches, and each seed's at the end."""
 
     label: str
     step_s: float
+    fullest_bytes: int
     samples_per_second: float
     steps: list[int]
-    accuracy: list[float]
+    values: list[float]
     ends: dict[int, float]
 
 
@@ -72,18 +91,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         start_tensorflow(1)
         histories = curves(options.folder, runs)
         labels = [str(each) for each in options.synchronous]
-        seconds = step_seconds(settings, [*histories, *labels], Cluster.load(options.cluster), options)
+        predicted = predictions(settings, [*histories, *labels], Cluster.load(options.cluster), options)
     except (OSError, ValueError) as error:
         print(f"over_time.py: {error}", file=sys.stderr)
         return 2
-    ways = [way(label, seconds[label], histories.get(label, histories["single"]), settings) for label in seconds]
+    measure = LOSS if settings.model in LANGUAGE else ACCURACY
+    ways = [
+        way(label, found, histories.get(label, histories["single"]), settings, measure)
+        for label, found in predicted.items()
+    ]
     title = f"{settings.model}, {settings.stages} stages, minibatches of {settings.batch_size}"
-    content = {"title": title, "seeds": len(histories["single"]), "ways": [asdict(each) for each in ways]}
+    content = {
+        "title": title,
+        "measure": measure.name,
+        "seeds": len(histories["single"]),
+        "ways": [asdict(each) for each in ways],
+    }
     path = options.folder / "over_time.json"
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     from plots.over_time import draw
 
-    print(f"{title}\n\n{report(ways)}\n\n{draw(options.folder, path.with_suffix('.png'))}")
+    print(f"{title}\n\n{report(ways, measure)}\n\n{draw(options.folder, path.with_suffix('.png'))}")
     return 0
 
 
@@ -136,10 +164,10 @@ def curves(folder: Path, runs: Iterable[results.Run]) -> dict[str, dict[int, His
     return found
 
 
-def step_seconds(
+def predictions(
     settings: Settings, labels: Iterable[str], cluster: Cluster, options: argparse.Namespace
-) -> dict[str, float]:
-    """By scheme, the simulated seconds of a minibatch, when the pipeline is full."""
+) -> dict[str, tuple[float, int]]:
+    """By scheme, the simulated seconds of a minibatch when the pipeline is full, and the fullest device's bytes."""
     import pipetrain
 
     network = NETWORKS[settings.model]
@@ -155,61 +183,75 @@ def step_seconds(
             profiles[pieces] = pipetrain.profile(
                 model, settings.batch_size, verbose=False, budget_s=None, microbatches=pieces
             )
-        found[label] = simulated_s(profiles[pieces], chosen, settings.stages, cluster, options.overhead_s)
+        found[label] = simulated(profiles[pieces], chosen, settings, cluster, options.overhead_s)
     return found
 
 
-def simulated_s(profile: Profile, chosen: Variant, stages: int, cluster: Cluster, overhead_s: float) -> float:
-    """Seconds of a minibatch of one scheme, which is cut as the planner cuts for it."""
+def simulated(
+    profile: Profile, chosen: Variant, settings: Settings, cluster: Cluster, overhead_s: float
+) -> tuple[float, int]:
+    """Seconds of a minibatch of one scheme, which is cut as the planner cuts for it, and the fullest device's bytes."""
+    from pipetrain.compute.optimizer.update import slots_per_weight, temporaries
+
     pieces = chosen.microbatches or 4 if chosen.splits else 1
     training = Training(chosen.way, microbatches=pieces)
-    devices = 1 if chosen.scheme == "single" else stages
+    devices = 1 if chosen.scheme == "single" else settings.stages
+    optimizer = optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum)
+    slots = slots_per_weight(optimizer, training.chosen.rule(0, 2 * devices))
+    training = training._replace(slots=slots, gathers=True, temporaries=temporaries(optimizer))
     cut = partition(profile, devices, cluster, training=training)
     split = pieces if chosen.splits else None
     trace = simulate(cut, chosen.way, cluster, MINIBATCHES, microbatches=split, overhead_s=overhead_s)
-    return trace.step_s
+    return trace.step_s, cut.fullest_bytes
 
 
-def way(label: str, step_s: float, histories: Mapping[int, History], settings: Settings) -> Way:
+def way(
+    label: str, predicted: tuple[float, int], histories: Mapping[int, History], settings: Settings, measure: Measure
+) -> Way:
     """One scheme's seconds and accuracy together."""
+    step_s, fullest_bytes = predicted
     shared = list(zip(*histories.values(), strict=False))
     return Way(
         label,
         step_s,
+        fullest_bytes,
         settings.batch_size / step_s,
         [int(rows[0]["step"]) for rows in shared],
-        [fmean(row["val_accuracy"] for row in rows) for rows in shared],
-        {seed: fmean(row["val_accuracy"] for row in rows[-LAST:]) for seed, rows in histories.items()},
+        [fmean(row[measure.column] for row in rows) for rows in shared],
+        {seed: fmean(row[measure.column] for row in rows[-measure.last :]) for seed, rows in histories.items()},
     )
 
 
-def report(ways: Sequence[Way]) -> str:
+def report(ways: Sequence[Way], measure: Measure) -> str:
     """The table."""
     single = next(each for each in ways if each.label == "single")
-    nearly = fmean(single.ends.values()) - 0.01
+    nearly = fmean(single.ends.values()) - measure.sign * measure.near
     rows = [
         (
             each.label,
+            f"{each.fullest_bytes / 2**20:.0f}",
             f"{each.samples_per_second:.0f}",
             f"{single.step_s / each.step_s:.2f}x",
             shown([*each.ends.values()], 3),
             "" if each.ends == single.ends else shown(_differences(each.ends, single.ends), 3, signed=True),
-            _reached(each, nearly),
+            _reached(each, nearly, measure.sign),
         )
         for each in ways
     ]
-    header = ("scheme", "samples/s", "against single", "accuracy at the end", "minus single", "s until single's - 0.01")
+    near = f"s until {-measure.sign * measure.near:+g}"  # of what single has at its end
+    header = ("scheme", "MiB", "samples/s", "times", measure.name, "minus single", near)
     return text_table(header, rows)
 
 
 def _differences(ends: Mapping[int, float], others: Mapping[int, float]) -> list[float]:
     """Seed by seed, of which both have a run."""
-    return [accuracy - others[seed] for seed, accuracy in ends.items() if seed in others]
+    return [value - others[seed] for seed, value in ends.items() if seed in others]
 
 
-def _reached(one: Way, accuracy: float) -> str:
-    """After how many seconds the mean curve first has this accuracy."""
-    step = next((step for step, value in zip(one.steps, one.accuracy, strict=True) if value >= accuracy), None)
+def _reached(one: Way, wanted: float, sign: int) -> str:
+    """After how many seconds the mean curve is first as good as this."""
+    pairs = zip(one.steps, one.values, strict=True)
+    step = next((step for step, value in pairs if sign * value >= sign * wanted), None)
     return "-" if step is None else f"{step * one.step_s:.1f}"
 
 

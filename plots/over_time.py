@@ -1,4 +1,4 @@
-"""Draw validation accuracy over seconds, a line for each scheme.
+"""Draw validation accuracy, or a language model's loss, over seconds, a line for each scheme.
 
 example:
   python plots/over_time.py runs/vgg16 --output over_time.png
@@ -18,7 +18,7 @@ from plots import command, runs
 from plots.staleness import LOOKS
 from plots.style import colour_of, dashes_of, save, smoothed
 
-NEIGHBOURS = 4  # of a point, that it is averaged with
+NEIGHBOURS = 4  # of a point, that it is averaged with: fewer where there are few points
 
 
 def draw(folder: Path, output: Path) -> Path:
@@ -29,10 +29,10 @@ def draw(folder: Path, output: Path) -> Path:
     for way in content["ways"]:
         seconds = [step * way["step_s"] for step in way["steps"]]
         colour, marker, dashes = look(way["label"])
-        values = smoothed(way["accuracy"], NEIGHBOURS)
+        values = smoothed(way["values"], min(NEIGHBOURS, len(seconds) // 10))
         panel.plot(seconds, values, color=colour, linestyle=dashes, label=way["label"])
         panel.plot(seconds[-1:], values[-1:], marker or ".", color=colour)
-    panel.set(xscale="log", xlabel="simulated seconds", ylabel="validation accuracy")
+    panel.set(xscale="log", xlabel="simulated seconds", ylabel=f"validation {content['measure']}")
     panel.grid(alpha=0.3, which="both")
     panel.set_title(
         f"{content['title']}\nmean of {content['seeds']} seeds; a line ends with its run", fontsize="medium"

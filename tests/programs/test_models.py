@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import keras
@@ -23,6 +24,7 @@ REDUCED = {
     "transformer": ("--depth", "1", "--width", "16"),
     "residual_lstm": ("--depth", "3", "--width", "16"),
     "gpt2": ("--depth", "1", "--width", "16"),
+    "llama": ("--depth", "1", "--width", "16"),
 }
 
 
@@ -75,6 +77,12 @@ def test_the_residual_lstm_s_parameter_count(depth, width):
     assert trainable(models.build("residual_lstm", (20,), 2, depth=depth, width=width, vocabulary=1000)) == expected
 
 
+def test_llama_without_keras_hub_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "keras_hub", None)
+    with pytest.raises(ValueError, match=r"is not installed.*model='llama'.*pip install '\.\[hub\]'"):
+        models.build("llama", (20,), 50)
+
+
 @pytest.mark.usefixtures("empty")
 @pytest.mark.parametrize(("depth", "width"), [(32, 2048), (3, 10)])
 def test_snn_has_the_published_size(depth, width):
@@ -85,6 +93,8 @@ def test_snn_has_the_published_size(depth, width):
 @pytest.mark.wide
 @pytest.mark.parametrize("name", models.NAMES)
 def test_every_network_is_plain_keras(name, tmp_path):
+    if name == "llama":
+        pytest.importorskip("keras_hub")
     shape = (75, 75, 3) if networks.NETWORKS[name].reads == "images" else (20,)
     given = dict(zip(("depth", "width"), (None, None), strict=True))
     for flag, value in zip(REDUCED[name][::2], REDUCED[name][1::2], strict=True):
@@ -136,6 +146,8 @@ def test_networks_train(name, data, tmp_path):
 @pytest.mark.timeout(900)  # Inception v4 takes 300 s where a core is slow
 @pytest.mark.parametrize("name", models.NAMES)
 def test_every_network_trains_under_every_scheme(name, data, tmp_path):
+    if name == "llama":
+        pytest.importorskip("keras_hub")
     for history in train(name, data, tmp_path, table.NAMES, 20):
         assert '"step": 20' in history
 
