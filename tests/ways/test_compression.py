@@ -708,6 +708,11 @@ CUT = {"scheme": "1f1b", "microbatches": 2}
             {**CUT, "replica_compression": "sign", "replicas": (2, 2, 2)},
             0.0,
         ),
+        (
+            {"scheme": "spectrain", "replica_compression": "int4", "replicas": (3, 1, 2)},
+            {"scheme": "1f1b", "replica_compression": "int4", "replicas": (2, 2), "stages": 2},
+            0.0,
+        ),
     ],
 )
 def test_what_devices_that_are_gone_had_not_sent_others_send(before, after, momentum, tmp_path, capsys):
