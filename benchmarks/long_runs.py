@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 from pipetrain.logs import text_table
 
 KINDS = {"minibatches": 20000, "fits": 200, "losses": 50}

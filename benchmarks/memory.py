@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 from pipetrain.logs import text_table
 from pipetrain.schemes.options import SpecTrain
 

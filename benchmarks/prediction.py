@@ -29,7 +29,7 @@ from benchmarks.networks import NETWORKS, Network, build, data
 from benchmarks.simulation import FIRST
 from benchmarks.turns import taking_turns
 from experiments.variants import Variant, variant
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 from pipetrain.logs import text_table
 from pipetrain.schemes.options import with_options
 from pipetrain.schemes.table import COPIED

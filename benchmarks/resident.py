@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.networks import COMPARED, build, data
 from benchmarks.sides import compiled
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 from pipetrain.logs import text_table
 from pipetrain.schemes.table import SCHEMES
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.instruction_sets import set_onednn
 from benchmarks.networks import Network, build, data
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 from pipetrain.logs import quiet_stderr
 from pipetrain.schemes.options import with_options
 from pipetrain.schemes.table import DATA_PARALLEL

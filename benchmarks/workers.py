@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.sides import FIRST
 from benchmarks.turns import taking_turns
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 from pipetrain.logs import text_table
 from pipetrain.schemes.table import NAMES
 

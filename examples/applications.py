@@ -13,7 +13,7 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA reports whatever takes it a second to compile
 
 import pipetrain
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 
 start_tensorflow(2)  # quietly; without GPUs on so many logical CPU devices
 

@@ -14,7 +14,7 @@ Needs keras_hub. A pretrained model takes the place of the first part and brings
 import sys
 
 import pipetrain
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 
 start_tensorflow(4)  # quietly; without GPUs on so many logical CPU devices
 

@@ -12,7 +12,7 @@ is a layer of Keras since 3.13.
 from pathlib import Path
 
 import pipetrain
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 
 start_tensorflow(4)  # quietly; without GPUs on so many logical CPU devices
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pipetrain
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 
 start_tensorflow(2)  # quietly; without GPUs on so many logical CPU devices
 

@@ -10,7 +10,7 @@ one, to logical CPU devices.
 from pathlib import Path
 
 import pipetrain
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 
 start_tensorflow(4)  # quietly; without GPUs on so many logical CPU devices
 

@@ -10,7 +10,7 @@ were made; what crosses a cut is found by itself. EarlyStopping and ReduceLROnPl
 from pathlib import Path
 
 import pipetrain
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 
 start_tensorflow(3)  # quietly; without GPUs on so many logical CPU devices
 

@@ -43,7 +43,7 @@ from experiments.progress import tracked, write_rows  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import variant  # noqa: E402
 from pipetrain.cli.arguments import Folded, count, whole  # noqa: E402
-from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 
 SINGLE = "single"

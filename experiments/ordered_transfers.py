@@ -33,7 +33,7 @@ from experiments.options import writable  # noqa: E402
 from experiments.progress import tracked, write_rows  # noqa: E402
 from experiments.transfer_networks import NETWORKS  # noqa: E402
 from pipetrain.cli.arguments import Folded, count  # noqa: E402
-from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 
 PAPERS: dict[str, Any] = {"tictac": tictac, "caramel": caramel, "ibatch": ibatch}
 

@@ -36,7 +36,7 @@ from experiments.options import rate  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import Variant, variant  # noqa: E402
 from pipetrain.cli.arguments import Folded  # noqa: E402
-from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.cluster import Cluster  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402

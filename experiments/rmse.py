@@ -39,7 +39,7 @@ from experiments.displacement import Errors, Means, Versions, means  # noqa: E40
 from experiments.networks import NETWORKS, input_shape, sizes  # noqa: E402
 from experiments.options import add_training, fill_in, scheme_among, writable  # noqa: E402
 from pipetrain.cli.arguments import Folded, count  # noqa: E402
-from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.schemes.table import NAMES  # noqa: E402
 

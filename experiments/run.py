@@ -62,7 +62,7 @@ from experiments.records import (  # noqa: E402
     options_of,
 )
 from pipetrain.cli.arguments import Folded, add_scheme_options, count, listed, whole  # noqa: E402
-from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.cluster.supervision import LOST  # noqa: E402
 from pipetrain.logs import counted, text_table  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402

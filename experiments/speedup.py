@@ -43,7 +43,7 @@ from experiments.options import writable  # noqa: E402
 from experiments.progress import tracked, write_rows  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
 from pipetrain.cli.arguments import Folded, count  # noqa: E402
-from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.cluster import Cluster  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402

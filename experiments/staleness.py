@@ -53,7 +53,7 @@ from pipetrain.cli.arguments import (  # noqa: E402
     count,
     whole,
 )
-from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.schemes.options import keywords  # noqa: E402
 

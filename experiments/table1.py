@@ -47,7 +47,7 @@ from experiments.options import (  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import variant  # noqa: E402
 from pipetrain.cli.arguments import Folded, count  # noqa: E402
-from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 
 SCHEMES = (table.DATA_PARALLEL, "vanilla", "weight-stashing", "spectrain")

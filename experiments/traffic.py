@@ -34,7 +34,7 @@ import models  # noqa: E402
 from experiments.options import writable  # noqa: E402
 from experiments.progress import tracked, write_rows  # noqa: E402
 from pipetrain.cli.arguments import Folded, count  # noqa: E402
-from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.partition import partition, plan  # noqa: E402
 from pipetrain.plan.profile import mib  # noqa: E402

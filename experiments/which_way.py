@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import models  # noqa: E402
 from experiments.traffic import CLASSES, INPUTS  # noqa: E402
 from pipetrain.cli.arguments import Folded, count  # noqa: E402
-from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.choice import BASELINE, Choice, Way  # noqa: E402
 from pipetrain.plan.cluster import PCIE_3, Cluster, Level, Link  # noqa: E402

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipetrain.frontend.worker_data import data
     from pipetrain.logs import set_verbosity
     from pipetrain.model import PipelineModel
+    from pipetrain.optimizers import AttentiveMuon
     from pipetrain.plan.partition import partition
     from pipetrain.plan.profile import Profile
     from pipetrain.plan.stages import Partition
@@ -67,6 +68,7 @@ __all__ = [
     "ZBV",
     "AllReduce",
     "Asynchronous",
+    "AttentiveMuon",
     "Auto",
     "BFloat16",
     "CodedReduce",
@@ -123,6 +125,7 @@ processor.switch_on()  # which only serves before TensorFlow is loaded
 _HOMES = {
     "AllReduce": "pipetrain.schemes.options",
     "Asynchronous": "pipetrain.schemes.synchrony",
+    "AttentiveMuon": "pipetrain.optimizers",
     "Auto": "pipetrain.schemes.options",
     "BFloat16": "pipetrain.schemes.compression",
     "CodedReduce": "pipetrain.schemes.options",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 
 DEPTH, WIDTH, RANK, ROWS, STEPS, REPEATS = 24, 512, 4, 8, 12, 3
 

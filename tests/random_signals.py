@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 if __name__ == "__main__":
-    from pipetrain.cli.quiet import start_tensorflow
+    from pipetrain.cli.environment import start_tensorflow
 
     start_tensorflow(2)
 

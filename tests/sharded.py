@@ -36,7 +36,7 @@ def die_at(count: int) -> None:
 
 
 if __name__ == "__main__":
-    from pipetrain.cli.quiet import start_tensorflow
+    from pipetrain.cli.environment import start_tensorflow
 
     start_tensorflow(3)
     import killed_training

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from pipetrain.cli.quiet import start_tensorflow  # noqa: E402
+from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 
 start_tensorflow(1)
 

@@ -1,4 +1,4 @@
-"""``pipetrain env``: what a bug report needs to say of the machine and its software."""
+"""TensorFlow, started without its messages; ``pipetrain env``: what a bug report says of a machine and its software."""
 
 from __future__ import annotations
 
@@ -10,12 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.arguments import Folded
+from pipetrain.logs import quiet_stderr
 
 PACKAGES = ("pipetrain", "tensorflow", "keras", "numpy", "keras-hub", "tensorflow-datasets", "matplotlib")
 ABOUT = """Print versions, the processor, the devices that TensorFlow finds, and the cache of profiles.
 
 Nothing in it is secret but what a folder's name may tell. Paste it into a bug report.
 """
+
+
+def start_tensorflow(cpu_devices: int) -> None:
+    """Import and start TensorFlow on its GPUs, or on this many logical CPU devices where it has none.
+
+    TensorFlow greets on standard error before its log level counts (about oneDNN, about missing GPU drivers).
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    with quiet_stderr():
+        import tensorflow as tf
+
+        from pipetrain.devices import set_cpu_devices
+
+        if not tf.config.list_physical_devices("GPU"):
+            set_cpu_devices(cpu_devices)
+        tf.config.list_logical_devices()
+    tf.get_logger().setLevel("ERROR")
 
 
 def add(commands: Any) -> None:
@@ -42,8 +60,6 @@ def version() -> str:
 
 
 def _rows() -> list[tuple[str, str]]:
-    from pipetrain.cli.quiet import start_tensorflow
-
     start_tensorflow(1)
     import tensorflow as tf
 

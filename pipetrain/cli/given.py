@@ -19,7 +19,7 @@ from pipetrain.cli.arguments import (
     size,
     whole,
 )
-from pipetrain.cli.quiet import start_tensorflow
+from pipetrain.cli.environment import start_tensorflow
 from pipetrain.compute.profiling.limits import BUDGET_S
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training

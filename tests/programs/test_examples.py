@@ -87,7 +87,7 @@ def test_tensorflow_is_quiet(name):
     text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     before, _ = text.split("\nstart_tensorflow(")
     assert "\nimport keras\n" not in before
-    assert re.findall(r"^from pipetrain.*", before, re.M) == ["from pipetrain.cli.quiet import start_tensorflow"]
+    assert re.findall(r"^from pipetrain.*", before, re.M) == ["from pipetrain.cli.environment import start_tensorflow"]
     assert "import tensorflow" not in text
 
 

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 
+import pipetrain
 from experiments import datasets, language_quality, optimizers, staleness
 
 TINY = ["--depth=2", "--width=8", "--steps=4", "--every=2", "--batch-size=4", "--stages=2", "--seeds=1"]
@@ -35,7 +36,7 @@ def test_muon_joins_the_heads_of_attentions(shape, matrix):
     rng = np.random.default_rng(0)
     start, *gradients = (rng.normal(size=shape).astype("float32") for _ in range(3))
     variable = keras.Variable(start)
-    optimizer = optimizers.attentive_muon()(0.01, weight_decay=None, adam_weight_decay=None)
+    optimizer = pipetrain.AttentiveMuon(0.01, weight_decay=None, adam_weight_decay=None)
     expected, m = start.reshape(matrix), np.zeros(matrix)
     for gradient in gradients:
         optimizer.apply([keras.ops.convert_to_tensor(gradient)], [variable])
@@ -47,14 +48,14 @@ def test_muon_joins_the_heads_of_attentions(shape, matrix):
 def test_muon_of_other_weights_is_keras_own():
     """Matrices as in Keras' Muon, biases by AdamW; it is known by its name."""
     found = []
-    for make in (optimizers.attentive_muon(), keras.optimizers.Muon):
+    for make in (pipetrain.AttentiveMuon, keras.optimizers.Muon):
         kernel, bias = keras.Variable(np.eye(4, 6, dtype="float32")), keras.Variable(np.ones(6, "float32"))
         optimizer = make(0.01)
         optimizer.apply([keras.ops.ones((4, 6)) + kernel, keras.ops.ones((6,))], [kernel, bias])
         found.append([keras.ops.convert_to_numpy(each) for each in (kernel, bias)])
     for mine, theirs in zip(*found, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5)
-    assert type(optimizers.build(optimizers.ATTENTIVE, 0.1, 0.9)) is optimizers.attentive_muon()
+    assert type(optimizers.build(optimizers.ATTENTIVE, 0.1, 0.9)) is pipetrain.AttentiveMuon
 
 
 def test_a_run_for_every_seed_optimizer_rate_and_scheme():
