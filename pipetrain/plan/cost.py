@@ -194,6 +194,7 @@ class Costs:
             never = Seconds(IMPOSSIBLE_S, IMPOSSIBLE_S, IMPOSSIBLE_S)
             self._seconds[True] = _Sums([block.compiled or never for block in blocks])
         self._weights = _sums([block.weight_bytes for block in blocks])
+        self._steps_s = _sums([block.step_s for block in blocks])
         # Of gradients that replicas send as messages: their bytes, and what each replica holds for them in multiples of
         # the weights: what messages lacked, and what is made of those that come.
         self._summed: Floats | None = None
@@ -243,7 +244,7 @@ class Costs:
         within = cluster.link(device, device + replicas - 1)
         latency_s = float(self._reduce_s(within, 0.0, None if self._summed is None else 0.0, replicas))
         sums = self._seconds[compiled]
-        running = share * sums.compute_s + (1 + PREDICTING * predictions) * sums.update_s
+        running = share * sums.compute_s + (1 + PREDICTING * predictions) * sums.update_s + self._steps_s
         running = running + _sums([sum(self.messages_s(block, replicas)) for block in self._chain])
         running = running + (self._reduce_s(within, self._weights, self._messages(replicas), replicas) - latency_s)
         # the widest way that rows may have to go; how far the next stage reaches, its own gradients' way says
@@ -255,7 +256,8 @@ class Costs:
         beside = None
         if self._sharing:
             repeated_s = self._sharing.repeated_s([each.update_s for each in self._each(compiled)])
-            beside = self._summing_s(place) - (1 + PREDICTING * predictions) * repeated_s
+            more_s = self._sharing.repeated_s([each.step_s for each in self._chain])
+            beside = self._summing_s(place) - (1 + PREDICTING * predictions) * repeated_s - more_s
         return Affine(running + activations + latency_s + self._overhead_s, running - gradients, beside)
 
     def coding_s(self, block: BlockProfile) -> tuple[float, float]:
@@ -337,6 +339,11 @@ class Costs:
         if self._sharing:
             update_s -= self._sharing.repeated_s([one.update_s for one in self._each(compiled)])[i, j]
         return Seconds(forward_s, backward_s, update_s)
+
+    def step_s(self, i: int, j: int) -> float:
+        """What the optimizer's step for the weights of blocks i to j-1 takes beyond that of SGD with momentum."""
+        repeated_s = self._sharing.repeated_s([each.step_s for each in self._chain])[i, j] if self._sharing else 0.0
+        return float(self._steps_s[j] - self._steps_s[i] - repeated_s)
 
     def weight_bytes(self, i: int, j: int) -> int:
         """The trained weights of blocks i to j-1, each counted once."""

@@ -80,7 +80,8 @@ class BlockProfile:
 
     ``output_bytes`` is what crosses a cut made right after this block, skips over it included;
     ``weight_bytes`` its trainable weights; ``activation_bytes`` what it keeps of one minibatch from forward to
-    backward; ``update_s`` the optimizer's step, which takes as long for a part of the minibatch as for all of it;
+    backward; ``update_s`` a step of SGD with momentum, which takes as long for a part of the minibatch as for all of
+    it, and ``step_s`` what the optimizer's own step takes beyond that;
     ``workspace_bytes`` what its kernels have for themselves while they are at work on the minibatch, and
     ``row_workspace_bytes`` on one row of it, which may be as much. ``product_bytes`` are those of its weights whose
     gradients are made once for all microbatches of a minibatch, as products over its rows. ``compiled`` is what it
@@ -115,6 +116,7 @@ class BlockProfile:
     floats: tuple[int, int] | None = None
     rows_bytes: int = 0
     shared_rows: tuple[int, ...] = ()
+    step_s: float = 0.0
 
     def crossing_bytes(self, compression: Compression | None) -> int:
         """What crosses a cut right after this block, each way, compressed so."""
@@ -153,11 +155,7 @@ class BlockProfile:
         seconds = self.seconds.times(factor, update_factor)
         compiled = self.compiled and self.compiled.times(factor, update_factor)
         slices = tuple((parts, factor * forward_s, factor * backward_s) for parts, forward_s, backward_s in self.slices)
-        return replace(self, **asdict(seconds), compiled=compiled, slices=slices)
-
-    def with_update(self, update_s: float) -> BlockProfile:
-        """The same block with an optimizer's step that takes so long, with any kernels."""
-        return replace(self, update_s=update_s, compiled=self.compiled and replace(self.compiled, update_s=update_s))
+        return replace(self, **asdict(seconds), compiled=compiled, slices=slices, step_s=update_factor * self.step_s)
 
     def slice_s(self, parts: float) -> tuple[float, float]:
         """Seconds of its forward and of its backward with one of so many equal parts of its outputs.
@@ -434,7 +432,7 @@ def mib(size_bytes: int) -> str:
 
 
 SUMMED = (
-    *("forward_s", "backward_s", "weight_bytes", "activation_bytes", "update_s"),
+    *("forward_s", "backward_s", "weight_bytes", "activation_bytes", "update_s", "step_s"),
     *("product_bytes", "fixed_bytes", "rows_bytes"),
 )
 LARGEST = ("workspace_bytes", "row_workspace_bytes")  # blocks work one after another

@@ -64,6 +64,7 @@ class StagePlan:
     coding_s: tuple[float, float] = (0.0, 0.0)
     messages_s: float = 0.0
     uncoded_bytes: int = 0
+    step_s: float = 0.0
 
     def crossing_bytes(self, compression: Compression | None) -> int:
         """What crosses the cut after it, each way, compressed so."""
@@ -172,7 +173,10 @@ class Partition(Tabular):
     @property
     def speedup(self) -> float:
         """The bound on the pipeline's throughput against one device: compute of all stages / ``step_s``."""
-        return sum(stage.forward_s + stage.backward_s + stage.update_s for stage in self.stages) / self.step_s
+        return (
+            sum(stage.forward_s + stage.backward_s + stage.update_s + stage.step_s for stage in self.stages)
+            / self.step_s
+        )
 
     @property
     def sent_bytes(self) -> int:
@@ -292,6 +296,7 @@ def described(
                 output_bytes=part[-1].output_bytes if end < len(profile.blocks) else 0,
                 total_s=costs.seconds(place).of(first, end),
                 update_s=seconds.update_s,
+                step_s=costs.step_s(first, end),
                 replicas=place.replicas,
                 device=place.device,
                 sent_bytes=int(costs.sent_bytes(first, end, place.replicas)),

@@ -170,7 +170,7 @@ class StageCosts:
         plan = self._stages[stage]
         messages_s = plan.messages_s if self._scheme.replica_compression is not None else 0.0
         late_s = plan.product_s if self._products_once(stage) else 0.0
-        return plan.update_s + plan.summing_s + messages_s + late_s
+        return plan.update_s + plan.step_s + plan.summing_s + messages_s + late_s
 
     def _products_once(self, stage: int) -> bool:
         """Whether weight gradients that are products over rows wait for the minibatch's last microbatch.

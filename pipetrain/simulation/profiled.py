@@ -177,7 +177,8 @@ def workload_of(profile: Profile, workers: int, message: Message) -> Workload:
                 sizes.append(size)
             variables.append(numbers[weight])
         seconds, after = block.seconds, (k - 1,) if k else ()
-        layer = Layer(tuple(variables), share * seconds.forward_s, share * seconds.backward_s, after, seconds.update_s)
+        update_s = seconds.update_s + block.step_s
+        layer = Layer(tuple(variables), share * seconds.forward_s, share * seconds.backward_s, after, update_s)
         layers.append(layer)
     return Workload(tuple(layers), tuple(sizes), message, frozenset(rows))
 

@@ -42,7 +42,10 @@ UNSTAGED = {  # schemes without stages: why, and what simulates them
         ),
     ),
 }
-SUMMED = ("blocks", "forward_s", "backward_s", "update_s", "weight_bytes", "product_bytes", "product_s", "late_s")
+SUMMED = (
+    *("blocks", "forward_s", "backward_s", "update_s", "step_s"),
+    *("weight_bytes", "product_bytes", "product_s", "late_s"),
+)
 
 
 def simulate(

@@ -205,7 +205,8 @@ def with_steps(
 
     found = [sum(seconds(each) for each in mine.values() if id(each) in numbers) for mine in blocks]
     pairs = zip(profile.blocks, found, strict=True)
-    return replace(profile, blocks=tuple(block.with_update(update_s) for block, update_s in pairs))
+    blocks = (replace(block, step_s=max(taken_s - block.update_s, 0.0)) for block, taken_s in pairs)
+    return replace(profile, blocks=tuple(blocks))
 
 
 def _kind_of_weight(weight: keras.Variable) -> tuple[Any, ...]:
