@@ -128,7 +128,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="1f1b/M=8 for example; may be given several times (default: none)",
     )
     parser.add_argument(
-        "--cluster", type=Path, default=CLUSTER, metavar="FILE", help="how devices are joined (default: %(default)s)"
+        "--cluster",
+        type=Path,
+        default=CLUSTER,
+        metavar="FILE",
+        help=f"how devices are joined (default: {CLUSTER.name})",
     )
     parser.add_argument(
         "--overhead-s",
