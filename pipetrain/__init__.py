@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from pipetrain.cluster.connection import connect
     from pipetrain.cluster.health import WorkerLost
     from pipetrain.cluster.local_workers import LocalWorkers
+    from pipetrain.compute.optimizer.muon import AttentiveMuon
     from pipetrain.compute.profiling.profiler import profile
     from pipetrain.devices import on_host, set_cpu_devices
     from pipetrain.frontend.worker_data import data
     from pipetrain.logs import set_verbosity
     from pipetrain.model import PipelineModel
-    from pipetrain.optimizers import AttentiveMuon
     from pipetrain.plan.partition import partition
     from pipetrain.plan.profile import Profile
     from pipetrain.plan.stages import Partition
@@ -125,7 +125,7 @@ processor.switch_on()  # which only serves before TensorFlow is loaded
 _HOMES = {
     "AllReduce": "pipetrain.schemes.options",
     "Asynchronous": "pipetrain.schemes.synchrony",
-    "AttentiveMuon": "pipetrain.optimizers",
+    "AttentiveMuon": "pipetrain.compute.optimizer.muon",
     "Auto": "pipetrain.schemes.options",
     "BFloat16": "pipetrain.schemes.compression",
     "CodedReduce": "pipetrain.schemes.options",

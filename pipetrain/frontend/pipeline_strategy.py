@@ -12,8 +12,10 @@ from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.sharing import embeddings
+from pipetrain.compute.keras_private import flat_layers
 from pipetrain.compute.optimizer.clone import plain_momentum, told
 from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
+from pipetrain.compute.optimizer.muon import AttentiveMuon
 from pipetrain.compute.profiling.operation_count import estimated_s
 from pipetrain.frontend.contexts import known
 from pipetrain.frontend.fit_session import FitSession
@@ -50,7 +52,7 @@ class PipelineStrategy(RunnerStrategy):
                 f"Try replicas={(2, *planner.layout.replicas[1:])}, or leaving replica_compression out."
             )
         self._summed = 0.0  # the momentum by which replicas sum gradients, in place of the optimizer
-        self._to_say = ""  # at the first ``fit`` of a compilation that shows anything
+        self._to_say: list[str] = []  # at the first ``fit`` of a compilation that shows anything
 
     @property
     def readers(self) -> Sequence[str]:
@@ -71,20 +73,26 @@ class PipelineStrategy(RunnerStrategy):
             self._summed = compression.corrected(momentum, "replica_compression")
         super().compiled(owner, loss, jit_compile)
         stages, scheme = self.planner.layout.stages, self._scheme
-        factor, self._to_say = scheme.rule(0, stages, self.microbatches).stretch, ""
+        steps, factor, self._to_say = self._compilation.steps, scheme.rule(0, stages, self.microbatches).stretch, []
         if factor != 1:
-            self._to_say = f"Momentum is stretched (stretch_momentum): {told(self._compilation.steps, factor)}."
+            self._to_say.append(f"Momentum is stretched (stretch_momentum): {told(steps, factor)}.")
         elif isinstance(scheme.policy, SpecTrainPolicy) and stages >= MANY_STAGES:
-            self._to_say = (
+            self._to_say.append(
                 "With this many stages spectrain as published loses accuracy: 0.04 to 0.09 at 8 stages in our runs, "
                 "where pipetrain.SpecTrain(horizon='target') lost 0.03 at most (docs/results/staleness.md)."
+            )
+        if scheme.asynchronous and stages > 1 and not isinstance(steps, AttentiveMuon) and self._predicts_words():
+            self._to_say.append(
+                f"With {type(steps).__name__} and late gradients language models learn slowly: pipetrain.AttentiveMuon "
+                "was nearly as good as on one device, and scheme='1f1b' is as good (docs/results/language-models.md)."
             )
 
     def begin(self, session: FitSession) -> None:
         """A ``fit`` begins."""
-        if self._to_say and self.planner.verbose:
-            _logger.info(self._to_say)
-            self._to_say = ""
+        if self.planner.verbose:
+            for what in self._to_say:
+                _logger.info(what)
+            self._to_say = []
         super().begin(session)
 
     def _decide(self, rows: int | None) -> None:
@@ -109,6 +117,13 @@ class PipelineStrategy(RunnerStrategy):
         """Whether gradients of some weights are rows, or are added for several layers: momentum is the optimizer's."""
         used = [id(each) for block in self.planner.chain.blocks for call in block.calls for each in call.weights]
         return len({*used}) < len(used) or bool(embeddings(self.model, self.model.trainable_variables))
+
+    def _predicts_words(self) -> bool:
+        """Whether it is a language model, as layers tell: embeddings, attentions, and an output at each position."""
+        layers = flat_layers(self.model)
+        attends = any("attention" in type(layer).__name__.lower() for layer in layers)
+        embeds = any(isinstance(layer, keras.layers.Embedding) for layer in layers)
+        return attends and embeds and any(len(each.shape) > 2 for each in self.model.outputs)
 
     def _new_runner(self) -> Any:
         return Pipeline(self._stages.replicas, self._scheme, self.microbatches, self._run_settings)

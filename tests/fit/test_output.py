@@ -96,6 +96,36 @@ def test_what_takes_long_is_said_on_standard_output(make, impatient, capfd):
     assert own_lines(out) == SAID[make]
 
 
+def reader(every_position):
+    """Words in; a class for each of them, or for all."""
+    words = keras.Input((3,), dtype="int32")
+    x = keras.layers.Embedding(8, 4)(words)
+    x = keras.layers.Add(name="cut")([x, keras.layers.MultiHeadAttention(1, 4)(x, x)])
+    return keras.Model(words, keras.layers.Dense(8)(x if every_position else keras.layers.Flatten()(x)))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "optimizer", "every_position", "said"),
+    [
+        ("vanilla", "adam", True, True),
+        ("vanilla", "adam", False, False),
+        ("1f1b", "adam", True, False),
+        ("vanilla", pipetrain.AttentiveMuon(0.001), True, False),
+    ],
+)
+def test_it_is_said_that_language_models_learn_slowly_by_late_gradients(
+    scheme, optimizer, every_position, said, caplog
+):
+    pm = pipetrain.PipelineModel(reader(every_position), scheme=scheme, cuts=("cut",))
+    pm.compile(optimizer, loss=networks.crossentropy(), jit_compile=False)
+    words = np.zeros((8, 3), "int32")
+    with caplog.at_level("INFO", "pipetrain"):
+        for _ in range(2):
+            pm.fit(words, words if every_position else words[:, 0], batch_size=4, verbose=1)
+    expected = ["With Adam and late gradients language models learn slowly"] if said else []
+    assert [line[:57] for line in caplog.messages if "language models" in line] == expected
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("make", SAID)
 def test_above_info_only_keras_bars_are_shown(make, impatient, capfd):

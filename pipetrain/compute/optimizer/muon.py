@@ -1,4 +1,4 @@
-"""Optimizers that late gradients need, beside Keras' own."""
+"""Muon of attentions' kernels too, which language models need where gradients are late."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class AttentiveMuon(keras.optimizers.Muon):
     orthogonal: ``m <- momentum * m + g``, ``W <- W - rate * rms_rate * sqrt(longer side of M) * orthogonal(g + momentum
     * m)``. Where the width is neither ``heads * size`` nor known, the first axis is taken for it. Embeddings, and all
     that has one axis, stay with AdamW. Biases of queries, keys and values, and positions, have two axes and are
-    matrices, as for Keras' own.
+    matrices, as for Keras' own. All kernels with three axes count as attentions', Conv1D's too: ``exclude_layers``
+    leaves layers to AdamW.
 
     With Adam a language model learns slowly in an asynchronous pipeline, with this one nearly as fast as without late
     gradients (docs/results/language-models.md). Source of Muon: Jordan et al. 2024; of the steps' size: Liu et al. 2025
