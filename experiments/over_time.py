@@ -184,8 +184,9 @@ def predictions(
         chosen = variant(label)
         pieces = (chosen.microbatches or 4) if chosen.splits else 1
         if pieces not in profiles:
+            optimizer = optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum)
             profiles[pieces] = pipetrain.profile(
-                model, settings.batch_size, verbose=False, budget_s=None, microbatches=pieces
+                model, settings.batch_size, verbose=False, budget_s=None, microbatches=pieces, optimizer=optimizer
             )
         found[label] = simulated(profiles[pieces], chosen, settings, cluster, options.overhead_s)
     return found

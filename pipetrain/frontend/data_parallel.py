@@ -166,7 +166,8 @@ class DataParallelStrategy:
         self._owner, self.optimizer = owner, owner.optimizer
         steps, training = stepping(owner.optimizer), self.planner.training
         slots = slots_per_weight(steps, UpdateRule())
-        self.planner.learn_training(training._replace(slots=slots, gathers=False, temporaries=temporaries(steps)))
+        training = training._replace(slots=slots, gathers=False, temporaries=temporaries(steps))
+        self.planner.learn_training(training, steps)
         self._check_own()
         self._mirroring.forget(self.model.variables)  # another optimizer's slots, and metrics
         self._loss = DeviceLoss(loss, self._devices, self.model.outputs, self._keeps_statistics())

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
+
 from pipetrain.cluster.connection import place
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.graph.blocks import Chain, cut_points
 from pipetrain.compute.graph.inputs import Shapes, checked_shapes, shapes_of_model
 from pipetrain.compute.processor import left_out
 from pipetrain.compute.profiling.operation_count import is_little
-from pipetrain.compute.profiling.profiler import cached_profile, with_codings
+from pipetrain.compute.profiling.profiler import cached_profile, with_codings, with_steps
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.layout import KeptLayout, Layout, described_for
 from pipetrain.plan.choice import Explanation
@@ -57,6 +59,7 @@ class Planner:
         self._given = self._partition = given
         self._memory_bytes, self._compared_on = memory_bytes, list(compared_on)
         self.layout = layout._replace(compiled=self._kernels(layout.stages))
+        self._optimizer: keras.optimizers.Optimizer | None = None
         self._for_evaluation: dict[bool | str, Layout] = {}  # by what was asked of the kernels
 
     def _kernels(self, stages: int) -> tuple[bool, ...] | None:
@@ -67,10 +70,13 @@ class Planner:
             return _kernels_of(self._partition)
         return (False,) * stages if self.training.kernels(stages) is False else None
 
-    def learn_training(self, training: Training) -> None:
-        """What ``compile`` tells of it. Kernels that are asked for anew are open again; where it is cut stays."""
+    def learn_training(self, training: Training, optimizer: keras.optimizers.Optimizer) -> None:
+        """What ``compile`` tells of it, and what makes its steps.
+
+        Kernels that are asked for anew are open again; where it is cut stays.
+        """
         is_new = training.jit_compile != self.training.jit_compile
-        self.training = training
+        self.training, self._optimizer = training, optimizer
         if is_new:
             self._partition = self._given
             self.layout = self.layout._replace(compiled=self._kernels(self.layout.stages))
@@ -183,6 +189,7 @@ class Planner:
         shapes, device = shapes or self.shapes or checked_shapes(self.chain.model, None), self.layout.devices[0]
         with_xla = self.training.jit_compile is not False
         found = cached_profile(self.chain, batch_size, shapes, device, verbose, place(device), with_xla, pieces)
+        found = with_steps(found, self.chain, self._optimizer, device, place(device))
         return with_codings(found, compressions_of(self.training.scheme), device, place(device))
 
     def explanation(self, batch_size: int, scheme: AnyScheme) -> Explanation:

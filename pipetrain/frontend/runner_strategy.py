@@ -121,14 +121,13 @@ class RunnerStrategy:
         """The optimizer and the loss are new: stages are made anew when the next ``fit`` begins."""
         planner, scheme = self.planner, with_known_momentum(self._chosen, stepping(owner.optimizer))
         compilation = Compilation(owner, loss, scheme, planner, self._count.told, self._metrics_built)
-        planner.learn_training(
-            planner.training._replace(
-                slots=compilation.slots,
-                gathers=compilation.gathers,
-                temporaries=compilation.temporaries,
-                jit_compile=supports_xla(self.model) and jit_compile,
-            )
+        training = planner.training._replace(
+            slots=compilation.slots,
+            gathers=compilation.gathers,
+            temporaries=compilation.temporaries,
+            jit_compile=supports_xla(self.model) and jit_compile,
         )
+        planner.learn_training(training, compilation.steps)
         if self._last_compilation is None or compilation.steps is not self._last_compilation.steps:
             self._stages = OptimizedStages()
         self._last_compilation, self._runner, self._scheme = compilation, None, scheme

@@ -155,6 +155,10 @@ class BlockProfile:
         slices = tuple((parts, factor * forward_s, factor * backward_s) for parts, forward_s, backward_s in self.slices)
         return replace(self, **asdict(seconds), compiled=compiled, slices=slices)
 
+    def with_update(self, update_s: float) -> BlockProfile:
+        """The same block with an optimizer's step that takes so long, with any kernels."""
+        return replace(self, update_s=update_s, compiled=self.compiled and replace(self.compiled, update_s=update_s))
+
     def slice_s(self, parts: float) -> tuple[float, float]:
         """Seconds of its forward and of its backward with one of so many equal parts of its outputs.
 

@@ -9,13 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import keras
 import networks
 import numpy as np
 import pytest
 
 import pipetrain
+from pipetrain.compute.graph.blocks import Chain
+from pipetrain.compute.graph.inputs import checked_shapes
 from pipetrain.compute.profiling import limits, profiler
 from pipetrain.compute.profiling.limits import KeptTrials
+from pipetrain.compute.profiling.timing import time_step
 from pipetrain.plan.profile import BlockProfile, Coding, Profile
 from pipetrain.schemes.compression import Compression
 
@@ -105,7 +109,7 @@ class Own(Compression):
 def test_what_compressions_take_is_measured_once_by_all_processes(monkeypatch, tmp_path):
     """So that ``auto`` knows its trials again; what is not whole, and what another compression takes, is not read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(profiler, "_codings", {})
+    monkeypatch.setattr(profiler, "_known", {})
     seconds, remote = itertools.count(1), "/job:worker/replica:0/task:1/device:CPU:0"
     monkeypatch.setattr(
         profiler, "time_coding", lambda each, device: Coding(str(each), (next(seconds) / 3, 0.1), (0.2, 0.3))
@@ -113,7 +117,7 @@ def test_what_compressions_take_is_measured_once_by_all_processes(monkeypatch, t
     plain = Profile("m", 8, (BlockProfile("a", 1.0, 1.0, 0, 0),))
 
     def taken(*compressions, device="CPU:0", place=""):
-        profiler._codings.clear()  # as in another process
+        profiler._known.clear()  # as in another process
         return profiler.with_codings(plain, compressions, device, place).codings
 
     first = taken("int8", "int4")
@@ -126,3 +130,57 @@ def test_what_compressions_take_is_measured_once_by_all_processes(monkeypatch, t
     assert taken(Own()) != taken(Own()) and taken("int8", device=remote) != taken("int8", device=remote)
     assert taken("int8", device=remote, place="a") == taken("int8", device=remote, place="a")
     assert len([*(tmp_path / "pipetrain").iterdir()]) == 4
+
+
+class OwnSteps(keras.optimizers.SGD):
+    """One of the user's."""
+
+
+def test_the_steps_of_muon_and_of_own_optimizers_are_measured_and_others_are_a_pass(monkeypatch, tmp_path):
+    """Once for each kind of weights; the small ones take what SGD's do; those of Keras are kept for all processes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(profiler, "_known", {})
+    measured = []
+
+    def time_step(optimizer, weight, device):
+        measured.append(weight.path)
+        return 10.0
+
+    monkeypatch.setattr(profiler, "time_step", time_step)
+    layers = [keras.layers.Dense(20, name=f"wide{n}") for n in range(3)]
+    chain = Chain(keras.Sequential([keras.Input((20,)), *layers, keras.layers.Dense(400, name="last")]))
+    plain = profiler.profile_chain(chain, 4, checked_shapes(chain.model, None), "CPU:0", False)
+
+    def taken(optimizer):
+        profiler._known.clear()  # as in another process
+        return [each.update_s for each in profiler.with_steps(plain, chain, optimizer, "CPU:0").blocks]
+
+    own = [each.update_s for each in plain.blocks]
+    assert taken(None) == taken(keras.optimizers.Adam()) == own and not measured
+    found = taken(keras.optimizers.Muon())
+    assert [round(each) for each in found] == [10, 10, 10, 20] and all(each != round(each) for each in found[:3])
+    assert [path.split("/", 1)[1] for path in measured] == ["wide0/kernel", "last/kernel", "last/bias"]
+    assert taken(keras.optimizers.Muon(0.5)) == found and len(measured) == 3
+    assert taken(keras.optimizers.Muon(momentum=0.5)) == found and len(measured) == 6
+    for _ in range(2):
+        taken(OwnSteps())
+    assert len(measured) == 12
+
+
+def test_what_a_step_takes(monkeypatch):
+    """Muon's makes a matrix orthogonal, SGD's adds; neither changes the weight."""
+    weight = keras.Variable(np.ones((256, 256), "float32"))
+    both = keras.optimizers.Muon(), keras.optimizers.SGD()
+    muon, sgd = (min(time_step(optimizer, weight, "CPU:0") for _ in range(3)) for optimizer in both)
+    assert muon > 2 * sgd > 0
+    np.testing.assert_array_equal(weight, np.ones((256, 256)))
+
+
+def test_plans_count_the_steps_of_the_compiled_optimizer(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(profiler, "_known", {})
+    monkeypatch.setattr(profiler, "time_step", lambda *_: 10.0)
+    for optimizer, least, most in [(keras.optimizers.Muon(), 5, 100), (keras.optimizers.Adam(), 0, 1)]:
+        pm = pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="1f1b")
+        pm.compile(optimizer, loss=networks.crossentropy())
+        assert least < min(stage.update_s for stage in pm.partition(16).stages) < most

@@ -62,7 +62,7 @@ class WeightGroup:
         self.holders, self._later = holders, None if stage in holders[:1] or not holders else stage
         self._part, self._copies = part, WorkerCopies(device)
         with tf.device(device):
-            self.variables = [_like(variable, self._part_of(variable)) for variable in weights]
+            self.variables = [like(variable, self._part_of(variable)) for variable in weights]
             self.optimizer = clone(optimizer, weights, self.variables, rule)
             # The norm of all stages' gradients is not the clone's to know: the stage clips before it updates. Before
             # that it divides by the loss scale.
@@ -179,7 +179,7 @@ def _spec(gradient: Any, variable: keras.Variable) -> Any:
     return None if gradient is None else tf.type_spec_from_value(gradient)
 
 
-def _like(variable: keras.Variable, value: tf.Tensor) -> keras.Variable:
+def like(variable: keras.Variable, value: tf.Tensor) -> keras.Variable:
     """A variable of this value with the same name and path; some optimizers use the name or path."""
     with ExitStack() as scopes:
         for scope in variable.path.split("/")[:-1]:

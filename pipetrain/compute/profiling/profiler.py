@@ -10,12 +10,14 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import keras
 import tensorflow as tf
@@ -24,26 +26,29 @@ from pipetrain.compute.cores import full_name, has_pool, is_remote
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.inputs import Shapes, checked_shapes
 from pipetrain.compute.graph.wide_layers import WideLayer, network_of, wide_layers
-from pipetrain.compute.keras_private import supports_xla
+from pipetrain.compute.keras_private import is_own, supports_xla
 from pipetrain.compute.processor import described
 from pipetrain.compute.profiling.block_costs import TIMING, block_bytes, others, timed, with_compiled
 from pipetrain.compute.profiling.kinds import Kinds, cost_key
 from pipetrain.compute.profiling.limits import BUDGET_S, Budget, KeptValue, checked_budget, folder, kept_at
 from pipetrain.compute.profiling.operation_count import LITTLE_S, is_little
 from pipetrain.compute.profiling.progress import Progress
-from pipetrain.compute.profiling.timing import time_coding, time_loss
+from pipetrain.compute.profiling.timing import time_coding, time_loss, time_step
 from pipetrain.compute.tensorflow_private import is_deterministic
-from pipetrain.plan.profile import NOISY, Coding, Profile, coding_of
+from pipetrain.plan.profile import NOISY, Profile, coding_of
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.compression import COMPRESSIONS, Compression, compression_of
 from pipetrain.schemes.splitting import microbatch_rows
 
 TRACING, WEIGHING = 0.4, 0.5  # of a budget, in which functions are made, and their memory is measured
 CHOOSING = ("TF_CUDNN_", "TF_DISABLE_", "TF_ENABLE_", "TF_XLA_", "XLA_", "ONEDNN_", "DNNL_")  # variables' first letters
-FORMAT, CODING_FORMAT = 16, 1  # of what is kept; profiles and codings of other formats are measured anew
+FORMAT = 16  # of profiles that are kept; those of other formats are measured anew
+FORMATS = {"coding": 1, "step": 1}  # the same of what is kept beside them
+SMALL_PART = 0.01  # of all weights, of kinds whose step is not measured
 
 _trusted: set[Path] = set()  # the files whose profiles this process has measured
-_codings: dict[tuple[str, str], Coding] = {}  # what compressions take on devices, as this process knows it
+_known: dict[tuple[str, str, str], Any] = {}  # what compressions and optimizers take on devices, for this process
+Value = TypeVar("Value")
 
 
 def profile(
@@ -55,17 +60,19 @@ def profile(
     microbatches: int = 1,
     budget_s: float | None = BUDGET_S,
     compressions: Sequence[str | Compression] = (),
+    optimizer: keras.optimizers.Optimizer | None = None,
 ) -> Profile:
     """Measure every layer's forward and backward seconds, weight bytes, and bytes that cross a cut after it.
 
-    The blocks run one after another, all forwards, then all backwards, on random data (zeros for integer inputs):
-    four such passes, or more where the machine is not steady. By turns with them all blocks run in one call, where
+    The blocks run one after another, all forwards, then all backwards, on random data (zeros for integer inputs): four
+    such passes, or more where the machine is not steady. By turns with them all blocks run in one call, where
     neighbours share kernels, as in a stage. A block's figure is its part of what that takes, by the medians of its own
     times less those of an empty call; the profile's ``spread`` says how steady they are. XLA compiles one kind of
     blocks after another, the longest first, until what these take shows that it cannot be faster; if it may, as many
     passes are made compiled. It is not tried where a pass takes less than 2 ms, or so it is estimated from counted
-    operations. The optimizer's step is that of SGD with momentum; the loss, where the outputs are large, a
-    cross-entropy, and the metric an accuracy. The model's weights, statistics and seeds are read and never written.
+    operations. The optimizer's step is that of SGD with momentum, unless one is given; the loss, where the outputs are
+    large, a cross-entropy, and the metric an accuracy. The model's weights, statistics and seeds are read and never
+    written.
 
     Where the budget is short, one block of each kind is run instead of all equal ones, without their neighbours, of as
     many kinds as there is time for, those first that have the most operations. The seconds of the others are
@@ -85,6 +92,7 @@ def profile(
         budget_s: the seconds that it may take, which it may exceed by the measurement of a block; None or infinity for
             as many as it takes.
         compressions: whose encoding and decoding is measured, too, or known: it is kept beside the profiles of ``fit``.
+        optimizer: whose step is measured, too, where it takes more than SGD's: of Muon, and of a class of your own.
 
     Raises:
         ValueError, TypeError: for a model whose layer calls Keras does not record, a batch size below 1, more
@@ -102,7 +110,7 @@ def profile(
     chain, shapes, device = Chain(model), checked_shapes(model, input_shapes), full_name(device)
     with_xla = may_be_compiled(chain, batch_size, device)
     measured = profile_chain(chain, batch_size, shapes, device, verbose, with_xla, microbatches, budget_s)
-    return with_codings(measured, compressions, device)
+    return with_codings(with_steps(measured, chain, optimizer, device), compressions, device)
 
 
 def profile_chain(
@@ -158,19 +166,70 @@ def with_codings(profile: Profile, compressions: Iterable[str | Compression], de
     known = {each.compression: each for each in profile.codings}
     for each in map(compression_of, compressions):
         if each is not None and str(each) not in known:
-            known[str(each)] = _coding(each, device, place)
+            is_kept = type(each) in COMPRESSIONS.values()
+            measure = partial(time_coding, each, device)
+            known[str(each)] = _once(
+                "coding", str(each), device, place, is_kept, measure, lambda found: coding_of(*found)
+            )
     return replace(profile, codings=tuple(known.values()))
 
 
-def _coding(compression: Compression, device: str, place: str) -> Coding:
-    key = str(compression), device
-    if key not in _codings:
-        if type(compression) in COMPRESSIONS.values() and (place or not is_remote(device)):
-            kept = KeptValue("coding", (CODING_FORMAT, key, within(device, place)), lambda found: coding_of(*found))
-            _codings[key] = kept.read() or kept.keep(time_coding(compression, device))
+def with_steps(
+    profile: Profile, chain: Chain, optimizer: keras.optimizers.Optimizer | None, device: str, place: str = ""
+) -> Profile:
+    """The profile with what this optimizer's step takes, for one that takes more than a pass over the weights.
+
+    The step of SGD with momentum, which a profile has, stands for all of Keras' optimizers but Muon. Of Muon, and of
+    classes of the user's own, the step is measured for each kind of weights: of one shape and type, and a path that
+    differs by numbers alone. Kinds that have a hundredth of all weights or less take what SGD does. It is kept as for
+    ``with_codings``.
+    """
+    if optimizer is None or (is_own(type(optimizer)) and not isinstance(optimizer, keras.optimizers.Muon)):
+        return profile
+    trained = chain.model.trainable_variables
+    numbers = {id(each): _kind_of_weight(each) for each in trained}
+    blocks = [{id(each): each for call in block.calls for each in call.weights} for block in chain.blocks]
+    sizes = Counter[tuple[Any, ...]]()
+    for each in trained:
+        sizes[numbers[id(each)]] += math.prod(each.shape)
+    per_element_s = sum(each.update_s for each in profile.blocks) / max(sizes.total(), 1)
+    settings = {**optimizer.get_config(), "name": "", "learning_rate": 0}
+    is_kept = type(optimizer).__module__.startswith(("keras.src.", "pipetrain."))
+
+    def seconds(weight: keras.Variable) -> float:
+        kind = numbers[id(weight)]
+        if sizes[kind] <= SMALL_PART * sizes.total():
+            return per_element_s * math.prod(weight.shape)
+        key = repr((type(optimizer).__qualname__, sorted(settings.items()), kind))
+        return _once("step", key, device, place, is_kept, partial(time_step, optimizer, weight, device), float)
+
+    found = [sum(seconds(each) for each in mine.values() if id(each) in numbers) for mine in blocks]
+    pairs = zip(profile.blocks, found, strict=True)
+    return replace(profile, blocks=tuple(block.with_update(update_s) for block, update_s in pairs))
+
+
+def _kind_of_weight(weight: keras.Variable) -> tuple[Any, ...]:
+    return tuple(weight.shape), weight.dtype, re.sub(r"\d+", "", weight.path)
+
+
+def _once(
+    name: str,
+    key: str,
+    device: str,
+    place: str,
+    is_kept: bool,
+    measure: Callable[[], Value],
+    checked: Callable[[Any], Value],
+) -> Value:
+    """What was measured on a device by this process, or, where it ``is_kept``, by another one; measured if need be."""
+    if (name, key, device) not in _known:
+        if is_kept and (place or not is_remote(device)):
+            kept = KeptValue(name, (FORMATS[name], (key, device), within(device, place)), checked)
+            found = kept.read()
+            _known[name, key, device] = kept.keep(measure()) if found is None else found
         else:
-            _codings[key] = time_coding(compression, device)
-    return _codings[key]
+            _known[name, key, device] = measure()
+    return cast(Value, _known[name, key, device])
 
 
 def _trace(kinds: Kinds, budget: Budget, progress: Progress) -> None:

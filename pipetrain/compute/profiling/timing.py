@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from pipetrain.compute.cores import finish, is_remote, pinned
 from pipetrain.compute.functions.kernels import Kernels, direct
 from pipetrain.compute.functions.split import size_bytes, specs
+from pipetrain.compute.functions.weight_groups import like
+from pipetrain.compute.optimizer.clone import clone
+from pipetrain.compute.optimizer.update import Update
 from pipetrain.compute.profiling.block_passes import (
     MANY,
     Placed,
@@ -62,6 +65,7 @@ class Coded(NamedTuple):
     times: int
 
 
+STEPS = 5  # of an optimizer, of which the median counts
 SMALL, LARGE, TOGETHER = Coded(16, 100), Coded(1024, 5), 16
 
 
@@ -120,6 +124,27 @@ def _in_turn(tensors: Sequence[tf.Tensor], make: Callable[[int, tf.Tensor], tf.T
         with tf.control_dependencies(made[-1:]):
             made.append(make(n, each))
     return made
+
+
+def time_step(optimizer: keras.optimizers.Optimizer, weight: keras.Variable, device: str) -> float:
+    """Seconds of the optimizer's step for a weight of this shape, type and path; on a worker they are timed there."""
+    spec = tf.TensorSpec(weight.shape, weight.dtype)
+    with tf.device(device):
+        copy, seen = like(weight, sample(spec)), tf.Variable(0.0)
+        mine = clone(optimizer, [weight], [copy])
+        mine.build([copy])
+        step = Update(mine, [copy])
+
+        def clocked(gradient: tf.Tensor) -> tf.Tensor:
+            start = tf.timestamp()
+            step.apply([after_time(start, gradient)])
+            return time_of([copy.value.read_value()], seen) - start
+
+        call = direct(tf.function(clocked, autograph=False).get_concrete_function(spec))
+        gradient = sample(spec)
+        with pinned(device):
+            taken_s = [float(call(gradient)) for _ in range(STEPS + 1)]  # the first one prepares it
+    return statistics.median(taken_s[1:])
 
 
 def always() -> bool:
