@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--replicate", default="memory:auto", metavar="HOW", help="between hosts (default: memory:auto)"
     )
     parser.add_argument("--rows", type=int, metavar="N", help="of a minibatch (default: the network's; 4096)")
-    parser.add_argument("--rounds", type=int, default=10, metavar="N")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of a turn (default: 30)")
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host
     options = parser.parse_args(given)

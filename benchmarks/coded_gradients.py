@@ -230,14 +230,16 @@ def main() -> None:
         metavar="N,L",
         help="(default: 3,2)",
     )
-    parser.add_argument("--slow", type=float, default=5.0, metavar="X", help="of the last child of every parent")
     parser.add_argument(
-        "--whole-ms", type=float, default=600.0, metavar="MS", help="that one worker would compute for a minibatch"
+        "--slow", type=float, default=5.0, metavar="X", help="of the last child of every parent (default: 5)"
+    )
+    parser.add_argument(
+        "--whole-ms", type=float, default=600.0, metavar="MS", help="that one worker computes (default: 600)"
     )
     parser.add_argument(
         "--message-ms", type=float, default=0.0, metavar="MS", help="that a message to a parent takes (default: none)"
     )
-    parser.add_argument("--rounds", type=int, default=4, metavar="N")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--simulated", action="store_true", help="only the table of simulated steps")
     add_scheme_options(parser, ["stragglers"], defaults={"stragglers": 1})
     options = parser.parse_args()

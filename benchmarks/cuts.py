@@ -113,12 +113,12 @@ def table(found: list[Any]) -> str:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", choices=NETWORKS, default="dense")
-    parser.add_argument("--hosts", type=int, default=2, metavar="N")
+    parser.add_argument("--network", choices=NETWORKS, default="dense", help="(default: %(default)s)")
+    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--rate", type=int, action="append", metavar="MBIT", help="of each port (default: 20)")
     parser.add_argument("--rows", type=int, default=512, metavar="N", help="of a minibatch (default: 512)")
     parser.add_argument("--microbatches", type=int, default=4, metavar="N", help="of schemes that split (default: 4)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--steps", type=int, default=16, metavar="N", help=f"of a turn, {2 * EDGE + 2} at least (default: 16)"
     )

@@ -341,15 +341,17 @@ def _start_others(hosts: Hosts, options: argparse.Namespace, ends: ExitStack) ->
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", choices=NETWORKS, default="dense")
-    parser.add_argument("--hosts", type=int, default=2, metavar="N")
+    parser.add_argument("--network", choices=NETWORKS, default="dense", help="(default: %(default)s)")
+    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--rate", type=int, action="append", metavar="MBIT", help="of each port (default: 200)")
     parser.add_argument("--rows", type=int, metavar="N", help="of each worker (default: the network's)")
-    parser.add_argument("--rounds", type=int, default=10, metavar="N")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
-        "--steps", type=int, default=7, metavar="N", help="of a turn, whose first and last are not counted"
+        "--steps", type=int, default=7, metavar="N", help="of a turn, the first and the last not counted (default: 7)"
     )
-    parser.add_argument("--seconds", type=float, default=600, metavar="S", help="after which no round begins")
+    parser.add_argument(
+        "--seconds", type=float, default=600, metavar="S", help="after which no round begins (default: 600)"
+    )
     parser.add_argument("--scheme", choices=TRANSFERRING, action="append", help="(default: both)")
     parser.add_argument("--order", action="append", help="(default: all)")
     parser.add_argument(
@@ -357,8 +359,12 @@ def main() -> None:
     )
     parser.add_argument("--synchrony", action="append", metavar="NAME[:NUMBER]", help="likewise")
     parser.add_argument("--topology", action="append", metavar="NAME[:GRAPH]", help="likewise")
-    parser.add_argument("--compressed-order", default="layerwise", metavar="NAME", help="of transfers with these")
-    parser.add_argument("--part", choices=("step", "forward"), default="step", help="whole steps, or pull and forward")
+    parser.add_argument(
+        "--compressed-order", default="layerwise", metavar="NAME", help="of transfers with these (default: layerwise)"
+    )
+    parser.add_argument(
+        "--part", choices=("step", "forward"), default="step", help="whole steps (default), or pull and forward"
+    )
     parser.add_argument("--peer", action="store_true", help="MultiWorkerMirroredStrategy beside them")
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host
     add_scheme_options(parser, ["servers"])

@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512, metavar="N", help="units of each dense layer (default: 512)")
     parser.add_argument("--rows", type=int, default=512, metavar="N", help="of a minibatch (default: 512)")
     parser.add_argument("--rate", type=int, action="append", metavar="MBIT", help="of each port (default: 100)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--balance", action="store_true", help="the choice between outputs and rows, cell by cell")
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host
     options = parser.parse_args()

@@ -1,8 +1,9 @@
 """What a step costs beside its arithmetic: by stages, microbatches in flight and layers, of which all are tiny.
 
-Dense layers of 8 units and 8 rows compute next to nothing, so that a step's seconds are those of threads, mailboxes and
-TensorFlow's calls. A stage has two actions a minibatch, F and B with the update; a step's seconds over all actions are
-"us an action". The stages' threads share Python's lock and two cores. All cases train in one process, in turns.
+Dense layers of 8 units and 8 rows compute next to nothing, so that a step's seconds are those of TensorFlow's calls of
+functions over all devices, which have several such minibatches each. A stage has two actions a minibatch, F and B with
+the update; a step's seconds over all actions are "us an action". All cases train in one process and on two cores, in
+turns.
 
 The table "compute" has stages of about a millisecond of compute: the bound is what one such stage takes alone, as one
 TensorFlow function on one core (forward, backward, update), and "reached" that over a step of the pipeline.
@@ -54,7 +55,7 @@ class Case(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Of a step: the clock's and the processors', and of the time that an action's thread spends in it."""
+    """Of a step: the clock's and the processors', and the time within an action."""
 
     step_s: float
     processor_s: float

@@ -40,7 +40,7 @@ PARTS = {
     "partition": "where to cut",
     "stages": "variables and optimizers of the stages",
     "trace": "TensorFlow's functions of all stages",
-    "first minibatch": "from the threads' start to the first result",
+    "first minibatch": "from then to the first result, a function over all devices included",
 }
 LIMIT_S = 300.0
 IMPORTS = {  # each in a process of its own, the last statement timed

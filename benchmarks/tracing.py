@@ -2,9 +2,10 @@
 
 Seconds that passed, and seconds of the processor, which other processes on the machine disturb less.
 
-One process trains, with and without by turns, and changes which of the two comes first; without, the clock is not read
-either. The small networks' actions are so short that they are the worst case. On a busy machine these differ by more
-than recording costs; so it is also timed alone: the fastest of many times that what a minibatch needs is recorded.
+One process trains, with a trace and without (``is_traced``) by turns, and changes which of the two comes first. The
+small networks' actions are so short that they are the worst case. On a busy machine these differ by more than recording
+costs; so it is also timed alone, as a device's thread does it: the fastest of many times that what a minibatch needs is
+recorded.
 
 examples:
   python benchmarks/tracing.py
@@ -19,14 +20,12 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest import mock
+from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pipetrain.cli.environment import start_tensorflow
 from pipetrain.logs import text_table
-from pipetrain.schemes.actions import Action
 from pipetrain.schemes.table import SCHEMES
 
 if TYPE_CHECKING:
@@ -77,21 +76,10 @@ def model_of(network: Network, scheme: str) -> pipetrain.PipelineModel:
     return pm
 
 
-def act(self: Any, action: Action) -> None:
-    """``DeviceThread._act`` without a clock and without a span."""
-    stage = self._at = self._by_number[action.stage]
-    received = stage.receive(action)
-    self._control.wait_if_paused()
-    stage.perform(action, received)
-
-
 def measured(network: Network, scheme: str, rounds: int) -> tuple[list[Taken], list[Taken], float]:
     """What an epoch takes with and without recording, in every round; and the records of a minibatch."""
     import keras
     import numpy as np
-
-    from pipetrain.run.channels import Sender
-    from pipetrain.run.device_threads import DeviceThread
 
     pm, rng = model_of(network, scheme), np.random.default_rng(0)
     x = rng.normal(size=(network.steps * network.batch_size, network.width)).astype("float32")
@@ -107,20 +95,13 @@ def measured(network: Network, scheme: str, rounds: int) -> tuple[list[Taken], l
         begin, end = clock[-2:]
         return Taken(end.passed_s - begin.passed_s, end.processor_s - begin.processor_s)
 
-    def send(self: Any, message: Any, values: Any, rows: int, microbatch: int | None = None) -> None:
-        recording(self, message, values, rows)
-
-    recording = Sender.send
     taken()
     records = (len(pm.trace.spans) + len(pm.trace.transfers)) / network.steps
     seconds: dict[bool, list[Taken]] = {True: [], False: []}
     for number in range(rounds):
         for records_it in (True, False) if number % 2 else (False, True):
-            if records_it:
-                seconds[True].append(taken())
-                continue
-            with mock.patch.object(DeviceThread, "_act", act), mock.patch.object(Sender, "send", send):
-                seconds[False].append(taken())
+            pm.is_traced = records_it
+            seconds[records_it].append(taken())
         print(f"\rround {number + 1} of {rounds}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return seconds[True], seconds[False], records

@@ -48,11 +48,11 @@ class Way(NamedTuple):
 def work(way: Way) -> Iterator[float]:
     """Milliseconds a minibatch, once a round."""
     from pipetrain.compute.functions import stage_function
-    from pipetrain.run import device_threads
+    from pipetrain.schemes import programs
 
     if not way.once:
         stage_function.products = lambda *_: set()
-        device_threads.joined = lambda actions, microbatches: ([action] for action in actions)
+        programs.joined = lambda actions, *_: ([action] for action in actions)
     job = sides.KerasJob(way.network, way.steps, 2, [way.scheme])
     for figures in sides.work(job):
         yield sum(1e3 * way.network.batch_size / each.samples_per_second for each in figures.values())

@@ -1,4 +1,4 @@
-"""Every figure of the sources, one command after another; with --quick each of them small, as a test that all work.
+"""Most figures of the sources, one command after another; with --quick each of them small, as a test that all work.
 
 Each command is a process of its own, which writes to a folder of its own, and what it prints is kept there as
 output.txt. One that has ended well is not run again: stop this program when you like and give it again. The table of

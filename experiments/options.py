@@ -107,7 +107,7 @@ def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "run
         "--learning-rate",
         type=rate,
         metavar="X",
-        help=f"(default: {optimizers.ADAPTIVE_RATE} for {adaptive}; else the paper's: {rates})",
+        help=f"(default: {optimizers.ADAPTIVE_RATE} for {adaptive}; else the network's: {rates})",
     )
     add("--momentum", type=float, default=0.9, metavar="X", help="of momentum and nesterov (default: 0.9)")
     add_size(parser)

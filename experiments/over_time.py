@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pipetrain.plan.profile import Profile
 
 CLUSTER = ROOT / "experiments" / "platforms" / "hosts_10gbe.json"
-OVERHEAD_S = 3e-4  # of an action, measured (docs/benchmarks/overhead.md)
+OVERHEAD_S = 3e-4  # of an action in a device's thread, measured (docs/benchmarks/overhead.md)
 MINIBATCHES = 100  # simulated
 History = list[dict[str, float]]  # the rows of a run's history.jsonl
 LAST = 5  # evaluations of a run, whose mean is its accuracy at the end
@@ -128,7 +128,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="1f1b/M=8 for example; may be given several times (default: none)",
     )
     parser.add_argument(
-        "--cluster", type=Path, default=CLUSTER, metavar="FILE", help="how devices are joined (default: %(default)s)"
+        "--cluster",
+        type=Path,
+        default=CLUSTER,
+        metavar="FILE",
+        help=f"how devices are joined (default: {CLUSTER.name})",
     )
     parser.add_argument(
         "--overhead-s",

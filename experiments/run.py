@@ -157,7 +157,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     every = table.PIPELINES | table.TRANSFERRING | table.TREES | table.GRIDS
     about = {name: scheme.about for name, scheme in every.items()}
     about[table.DATA_PARALLEL] = "synchronous, a baseline: plain Keras under MirroredStrategy"
-    about[table.AUTO] = "whichever way is predicted to be the fastest on as many devices as --stages says"
+    about[table.AUTO] = "the fastest way on as many devices as --stages says, by predictions and trials"
     names = *table.EVERY_NAME, table.AUTO
     parser = argparse.ArgumentParser(description=f"{__doc__.splitlines()[0]}\n\n{description}", formatter_class=Folded)
     parser.add_argument(

@@ -107,8 +107,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--learning-rate",
         type=rate,
         metavar="X",
-        help=f"(default: of SGD the paper's: {defaults('learning_rate')}; of optimizers with steps of about the rate's "
-        f"size, such as adam, {optimizers.ADAPTIVE_RATE:g})",
+        help=f"(default: of SGD the network's: {defaults('learning_rate')}; of optimizers with steps of about the "
+        f"rate's size, such as adam, {optimizers.ADAPTIVE_RATE:g})",
     )
     parser.add_argument("--momentum", type=rate, default=0.9, metavar="X", help="of SGD (default: 0.9)")
     add_size(parser)

@@ -112,9 +112,9 @@ class PipelineCheckpoint(keras.callbacks.Callback):
         failures_every_s: the mean time between failures in seconds, if it is known: with ``every_steps="auto"``
             checkpoints are then made at Young's interval, ``sqrt(2 * cost of one * failures_every_s)``.
         replicate: "memory" for the state after every call of functions in the memory of workers' hosts, of each worker
-            on its own host and on another one: a run that has lost a host then repeats at most one call. "memory:K" for
-            that of every K minibatches, "memory:auto" as often as it takes at most 2% of the time. None for checkpoints
-            on the disk alone.
+            on its own host and on another one: a run that has lost a host then repeats at most two calls. "memory:K"
+            for that of every K minibatches, "memory:auto" as often as it takes at most 2% of the time. None for
+            checkpoints on the disk alone.
 
     Raises:
         ValueError: at the start of ``fit``: the checkpoints are another model's or several runs', or the newest cannot

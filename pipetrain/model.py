@@ -69,7 +69,7 @@ class PipelineModel(KerasLoop):
             Each replica takes its part of every minibatch's rows, and their gradients are summed: training is that of
             the unreplicated stage, except for BatchNormalization and Dropout, which use one replica's rows only.
         microbatches: how many per minibatch for synchronous schedules, ``2bw`` and ``spectrain`` with the horizon
-            ``target``, 4 by default (for ``2bw`` at least one per stage, and never fewer than stages - 1; for a file as
+            ``target``, 4 by default (``2bw``: as many as stages if these are more, and stages - 1 at least; a file: as
             many as it is for); the other schemes have one.
         recompute: keep only the inputs of a stage's forward and run it again before its backward, with the same
             seeds: less memory, more time, equal results. ``vanilla`` and ``spectrain``, whose backward reads newer
@@ -175,15 +175,16 @@ class PipelineModel(KerasLoop):
 
     @property
     def exact_trace(self) -> bool:
-        """Whether the trace has the times at which GPUs and workers had finished; False by default.
+        """Whether the trace has all times and messages, at the price of speed; False by default.
 
         A new value applies from the next ``fit`` on.
 
-        If it is True, each action waits for its GPU or its worker process before it sends results and at its end, which
-        takes time. Otherwise the span of an action on a GPU or a worker is the time of the call that enqueues its work,
-        and a transfer from another device may include waiting for the kernels that compute what is sent; the last
-        stage's forward and backward are one call, recorded as a forward. Transfers to workers are not recorded. On CPU
-        devices of this process the times are always exact.
+        If it is True, data parallelism and grids record every message, and the last stage's forward and backward are
+        apart, which otherwise are one call, on GPUs and with XLA recorded as a forward. Where functions over all
+        devices run the stages, other times are exact in any case, as they are on CPU devices of this process. Where a
+        thread runs each device, each action then waits for its GPU or its worker before it sends results and at its
+        end. Otherwise its span is the time of the call that enqueues its work, a transfer from another device may
+        include waiting for the kernels that compute what is sent, and transfers to workers are not recorded.
         """
         return self._exact_trace
 

@@ -276,10 +276,10 @@ def _arguments(name: str) -> dict[str, Any]:
 
 def _help(name: str, told: str) -> str:
     """The text of an option's help, as argparse wants it; ``told`` of the default, or the fields' own."""
-    found = _fields(name)
-    texts = [
-        (f"for {_listed(schemes)}, " if len(found) > 1 else "") + _about(each, told) for each, schemes in found.items()
-    ]
+    found: dict[str, list[str]] = {}
+    for each, schemes in _fields(name).items():
+        found.setdefault(_about(each, told), []).extend(schemes)
+    texts = [(f"for {_listed(schemes)}, " if len(found) > 1 else "") + text for text, schemes in found.items()]
     return "; ".join(texts).replace("%", "%%")
 
 

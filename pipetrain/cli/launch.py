@@ -97,7 +97,7 @@ def add(commands: Any) -> None:
         "--wait",
         type=positive_number,
         metavar="SECONDS",
-        help="for lost workers, then run the script again (see below)",
+        help="for lost workers, then run the script again (see above)",
     )
     option("--elastic", action="store_true", help="without workers that do not come back, run the script again")
     option("-m", dest="module", action="store_true", help="the script is a module's name, as for python -m")

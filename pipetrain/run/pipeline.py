@@ -35,7 +35,7 @@ RESTING = (
 
 
 class Activity(NamedTuple):
-    """Seconds of all devices' threads in actions, and the number of threads.
+    """Seconds of all devices in actions, and the number of devices that execute one action at a time.
 
     The seconds are not known for stages on GPUs and, where threads call them, on other processes' devices: such calls
     return before the work is done.

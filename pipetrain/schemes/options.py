@@ -251,6 +251,7 @@ class SpikeCompensation(AsynchronousOptions):
     Args:
         rescale_steps: as that of ``Vanilla``.
         compression: likewise.
+        replica_compression: likewise.
     """
 
     name: ClassVar[str] = "spike-compensation"
@@ -275,6 +276,7 @@ class SpecTrain(Vanilla):
         spike_compensation: as that of ``Vanilla``.
         rescale_steps: likewise.
         compression: likewise.
+        replica_compression: likewise.
     """
 
     name: ClassVar[str] = "spectrain"
@@ -305,6 +307,7 @@ class TwoBW(AsynchronousOptions):
         horizon: how many updates ahead of that version weights are predicted, 0 as published; 1.5 is recommended.
         spike_compensation: as that of ``Vanilla``.
         compression: likewise.
+        replica_compression: likewise.
     """
 
     name: ClassVar[str] = "2bw"
@@ -413,7 +416,7 @@ class TransferOptions(SchemeOptions):
             "of the transfers",
             choices=(BEST_ORDER, *ORDERS),
             metavar="NAME",
-            by_default="auto, the first of the scheme's, as listed, whose simulated step is within 3% of the shortest",
+            by_default="auto, the simplest within 3% of the fastest by simulation, and in training by trials",
         ),
     )
     compression: str | Compression | None = field(

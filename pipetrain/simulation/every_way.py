@@ -67,8 +67,8 @@ class Chooser:
     Ways are ``single``; data parallelism, by ``all-reduce`` and ``parameter-server`` with the order of transfers that
     suits; the ``grid`` that sends the least; pipelines with every synchronous schedule; and ``hybrid`` ones with
     several devices for slow stages. Where ``staleness`` is allowed, also pipelines whose weights are predicted to one
-    target, which never drain; where ``compression`` or ``local`` is, an all-reduce that sends less, and with the former
-    pipelines whose cuts are crossed by fewer bytes. MirroredStrategy
+    target, which never drain; where ``compression``, ``local``, ``gossip`` or ``stale`` is, an all-reduce that sends
+    less or later, and with the first of these pipelines whose cuts are crossed by fewer bytes. MirroredStrategy
     (``data-parallel``) and ``coded-reduce`` are there to compare with, and not taken: what the latter is for, workers
     that are late, is not predicted.
 

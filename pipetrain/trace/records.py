@@ -141,10 +141,10 @@ class Span(NamedTuple):
 class Transfer(NamedTuple):
     """What one replica of a stage sent to another, from when it was handed over to when it had arrived.
 
-    In a run's trace the sender's thread copies: a transfer lies within the span of its action, the first stage's inputs
-    are not recorded, and between stages that share a device it takes almost no time. Where a minibatch is one function
-    on processors of this process, nothing is copied, and a transfer is the end of its action. In a simulated trace it
-    overlaps with the sender's next actions.
+    In the trace of a run whose functions have all devices it lasts from the end of its action to its arrival, no time
+    at all between processors of one process, where nothing is copied. Where a thread runs each device, the sender's
+    copies: a transfer lies within the span of its action. The first stage's inputs are not recorded. In a simulated
+    trace it overlaps with the sender's next actions.
 
     ``op`` is the kind of the transfer: ``F``, activations on their way down; ``B``, their gradients on the way up;
     ``R``, the reduction of weights' gradients among a stage's replicas, a transfer of each of them to its own stage,
