@@ -16,6 +16,7 @@ from typing import Any
 NAMES = "PIPETRAIN_WORKER_NAMES"  # the hosts of addresses, as JSON
 JOBS = "PIPETRAIN_WORKER_JOBS"  # whose workers are to be at addresses, as JSON
 RUN = "PIPETRAIN_RUN"  # what tells a launcher from an earlier one, if the job's name does not
+LOOPBACK = "127.0.0.1"
 EXAMPLE = '{"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}'
 ROOT = str(Path(__file__).parents[2])  # of this very package, wherever the program has it from
 # Python would put the current folder first on the path of modules, where anybody may have written; -P is of 3.11 on.

@@ -13,13 +13,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.cluster.hosts import split, worker
+from pipetrain.cluster.hosts import LOOPBACK, split, worker
 from pipetrain.cluster.server import MOST, check_port
 from pipetrain.compute.cores import cores
 from pipetrain.logs import quiet_stderr
 from pipetrain.schemes.arguments import is_count
 
-HOST, VISIBLE = "127.0.0.1", "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 START_S = 60.0  # TensorFlow is imported within
 END_S = 5.0
 
@@ -119,7 +119,7 @@ def _check(count: Any, cpu_devices: Any, ports: Sequence[int] | None) -> None:
             raise ValueError(f"A port is a number from 0, for any that is free, to {2**16 - 1}. Received: {port!r}.")
         if port and list(ports or ()).count(port) > 1:
             raise ValueError(f"Each worker has a port of its own. Received: ports={ports!r}. Try 0 for any.")
-        check_port(HOST, port)
+        check_port(LOOPBACK, port)
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:

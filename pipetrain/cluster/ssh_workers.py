@@ -14,14 +14,13 @@ from importlib import metadata
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from pipetrain.cluster.hosts import launched_worker, split
+from pipetrain.cluster.hosts import LOOPBACK, launched_worker, split
 from pipetrain.cluster.server import GONE_S
 from pipetrain.logs import quiet_stderr
 
 if TYPE_CHECKING:
     from pipetrain.cluster.local_workers import LocalWorkers
 
-LOOPBACK = "127.0.0.1"
 SAID = "Worker at "  # what a worker says when it serves
 BUSY = ("forwarding failed", "Nothing can listen", "cannot listen to port")  # what is said of ports in use
 START_S = 60.0  # TensorFlow is imported within, on a host that may be busy

@@ -18,10 +18,10 @@ from typing import Any
 import keras
 
 from pipetrain.cluster.connection import worker_of
-from pipetrain.cluster.hosts import named
+from pipetrain.cluster.hosts import LOOPBACK, named
 from pipetrain.schemes.arguments import checked_count
 
-LOOPBACK, NAMES = "127.0.0.1", ("127.0.0.1", "localhost", "[::1]")
+NAMES = (LOOPBACK, "localhost", "[::1]")
 VARIABLE = "PIPETRAIN_STATUS_PORT"  # which ``pipetrain launch --status-port`` sets
 WINDOW_S = 10.0  # over which the rate is the mean
 POLL_S = 0.1  # between two looks whether training has ended

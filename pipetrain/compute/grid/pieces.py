@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.graph_rewrite import sharing_constants, unpacker
 from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.split import SplitFunction
@@ -209,7 +210,7 @@ def _narrow(chain: Chain, layer: WideLayer, width: int) -> Segment:
     """A device's part of a wide layer."""
     whole = chain.apart(layer.block, layer.block + 1)
     (read,) = whole.inputs
-    with tf.device("/device:CPU:0"):
+    with tf.device(HOST):
         x = keras.Input(read.shape[1:], dtype=read.dtype)
         segment = Chain(keras.Model(x, layer.narrowed(width)(x))).segment(0, 1)
     segment.differentiable = list(whole.differentiable)
