@@ -27,13 +27,11 @@ from pipetrain.compute.program.sending import Sending
 from pipetrain.compute.program.stage_trace import ForwardMessage, HeldStage, StagePlace, StageTrace
 from pipetrain.compute.program.sums import LateSums, Sums
 from pipetrain.compute.transfers.compression import messages_of_cuts
-from pipetrain.schemes.actions import OPERATIONS, Action
+from pipetrain.schemes.actions import FROM_ABOVE, FROM_BELOW, OPERATIONS, Action
 from pipetrain.schemes.programs import Call, Program
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.records import What
 
-FROM_ABOVE = frozenset(op for op, operation in OPERATIONS.items() if "outputs" in operation.received)
-FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.received)
 SENDS_UP = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.makes)
 BOTH = frozenset({"FB", "FI"})
 Failed = Callable[[Exception, StagePlace, Call], None]
