@@ -38,11 +38,11 @@ sys.path.insert(0, str(ROOT))
 from experiments import datasets, optimizers, results, resuming  # noqa: E402
 from experiments.intervals import shown  # noqa: E402
 from experiments.networks import LANGUAGE, NETWORKS  # noqa: E402
-from experiments.options import owned, rate  # noqa: E402
+from experiments.options import owned  # noqa: E402
 from experiments.progress import tracked, write_rows  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import variant  # noqa: E402
-from pipetrain.cli.arguments import Folded, count, whole  # noqa: E402
+from pipetrain.cli.arguments import Folded, count, from_zero, whole  # noqa: E402
 from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 
@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         help=f"{again} (default: {' '.join(OPTIMIZERS)})",
     )
-    add("--learning-rate", type=rate, action="append", metavar="X", help=f"{again} (default: 0.001)")
+    add("--learning-rate", type=from_zero, action="append", metavar="X", help=f"{again} (default: 0.001)")
     add("--model", choices=LANGUAGE, default=LANGUAGE[0], help="(default: %(default)s)")
     add("--stages", type=count, default=4, metavar="N", help="pipeline stages (default: %(default)s)")
     add("--depth", type=count, default=12, metavar="N", help="blocks of the network (default: %(default)s)")

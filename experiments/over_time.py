@@ -32,10 +32,9 @@ import models  # noqa: E402
 from experiments import datasets, optimizers, results  # noqa: E402
 from experiments.intervals import shown  # noqa: E402
 from experiments.networks import LANGUAGE, NETWORKS, input_shape  # noqa: E402
-from experiments.options import rate  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import Variant, variant  # noqa: E402
-from pipetrain.cli.arguments import Folded  # noqa: E402
+from pipetrain.cli.arguments import Folded, from_zero  # noqa: E402
 from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.cluster import Cluster  # noqa: E402
@@ -132,7 +131,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--overhead-s",
-        type=rate,
+        type=from_zero,
         default=OVERHEAD_S,
         metavar="S",
         help="seconds that every action takes beside its computing (default: %(default)s)",

@@ -40,13 +40,12 @@ from experiments.options import (  # noqa: E402
     add_size,
     learning_rate,
     owned,
-    rate,
     with_replicas,
     writable,
 )
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import variant  # noqa: E402
-from pipetrain.cli.arguments import Folded, count  # noqa: E402
+from pipetrain.cli.arguments import Folded, count, from_zero  # noqa: E402
 from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 
@@ -105,12 +104,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--learning-rate",
-        type=rate,
+        type=from_zero,
         metavar="X",
         help=f"(default: of SGD the paper's: {defaults('learning_rate')}; of optimizers with steps of about the rate's "
         f"size, such as adam, {optimizers.ADAPTIVE_RATE:g})",
     )
-    parser.add_argument("--momentum", type=rate, default=0.9, metavar="X", help="of SGD (default: 0.9)")
+    parser.add_argument("--momentum", type=from_zero, default=0.9, metavar="X", help="of SGD (default: 0.9)")
     add_size(parser)
     parser.add_argument(
         "--dataset", choices=datasets.NAMES, help=f"(default: that of the network: {defaults('dataset')})"

@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from pipetrain.cli.arguments import Folded, add_scheme, add_scheme_options, share
+from pipetrain.cli.arguments import Folded, add_scheme, add_scheme_options, part
 from pipetrain.cli.given import add_common, given, schemes_of
 from pipetrain.plan.balance import Balance
 from pipetrain.plan.cluster import Cluster
@@ -32,7 +32,7 @@ def add_balance(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--overlap",
-        type=share,
+        type=part,
         default=1.0,
         metavar="X",
         help="--balance where so much of the gradients' exchange goes on meanwhile, from 0 to 1 (default: 1)",
