@@ -195,6 +195,12 @@ def test_what_has_no_value_is_refused_with_its_text(kind, text):
         kind(text)
 
 
+def test_what_only_the_balance_has_is_not_left_unread(capsys):
+    command = ["plan", "m.keras", "--devices", "2", "--overlap", "0.5", "--as-printed"]
+    assert main(command) == 2
+    assert "Received: --overlap and --as-printed. Try it with --balance." in capsys.readouterr().err
+
+
 def test_lists_are_as_wide_as_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     text = listed({"a": ("one-two three four five six seven", "--flag"), "longer": ()})
