@@ -116,7 +116,7 @@ def _check(count: Any, cpu_devices: Any, ports: Sequence[int] | None) -> None:
         raise ValueError(f"A worker has from 1 to {MOST} devices. Received: cpu_devices={cpu_devices!r}. Try 1.")
     for port in ports or ():
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 2**16:
-            raise ValueError(f"A port is a number from 0, for any that is free, to {2**16 - 1}. Received: {port!r}.")
+            raise ValueError(f"A port is a number up to {2**16 - 1}. Received: ports={ports!r}. Try 0 for any.")
         if port and list(ports or ()).count(port) > 1:
             raise ValueError(f"Each worker has a port of its own. Received: ports={ports!r}. Try 0 for any.")
         check_port(LOOPBACK, port)

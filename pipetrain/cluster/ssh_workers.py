@@ -246,7 +246,10 @@ class Connection:
                 f"Python on {self.host} has no pipetrain. Received: {self.last}. Try installing it there, or --python "
                 "PATH of a Python that has it."
             )
-        return f"The worker on {self.host} does not start (exit status {status}). Received: {said}."
+        return (
+            f"The worker on {self.host} does not start (exit status {status}). Received: {said}. "
+            "Try python -m pipetrain worker there."
+        )
 
     def close(self) -> None:
         """Let the worker know that it is to end, by the end of its standard input."""
