@@ -176,10 +176,11 @@ def planned(options: argparse.Namespace) -> list[Run]:
             f"Every stage needs a layer. Received: --stages {max(options.stages)}, --depth {options.depth}. "
             f"Try at most --stages {options.depth}."
         )
-    if "spike-compensation" in options.policy and not 0 < options.momentum < 1:
+    compensable = options.optimizer == "momentum" and 0 < options.momentum < 1
+    if "spike-compensation" in options.policy and not compensable:
         raise ValueError(
-            f"Spike compensation needs momentum. Received: --momentum {options.momentum}. "
-            "Try --momentum 0.9, or --policy with the others."
+            f"Spike compensation is for SGD with momentum. Received: --optimizer {options.optimizer}, --momentum "
+            f"{options.momentum:g}. Try --optimizer momentum --momentum 0.9, or --policy with the others."
         )
     names = ("momentum", "steps", "batch_size", "depth", "width", "optimizer", "residual", "model")
     same = {key: getattr(options, key) for key in names}
