@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 
 from pipetrain.compute.cores import HOST, finish, is_prompt, is_remote, pin
-from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.functions.stage_values import BoundaryTensors, joined_rows
 from pipetrain.compute.transfers.coded import (
     CodedFunctions,
     Computed,
@@ -382,9 +382,4 @@ def arrived(messages: Messages) -> Messages:
 
 def rows_in(data: Any, ranges: Sequence[range], rows: int) -> Any:
     """The rows in these ranges, in order, of nested tensors that have so many; None stays None."""
-    if len(ranges) == 1:
-        return take(data, ranges[0], rows)
-    if not ranges:
-        return take(data, range(0), rows)
-    parts = [take(data, each, rows) for each in ranges]
-    return tf.nest.map_structure(lambda *each: None if each[0] is None else tf.concat(each, 0), *parts)
+    return joined_rows([take(data, each, rows) for each in ranges or [range(0)]])

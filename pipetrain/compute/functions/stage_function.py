@@ -50,6 +50,23 @@ def as_mean(penalty: tf.Tensor, share: Any) -> tf.Tensor:
     return penalty if penalty.shape.rank == 0 else penalty[0] + penalty[1] / share
 
 
+def joined_loss(losses: Sequence[tuple[tf.Tensor, Any]], penalties: Sequence[tuple[tf.Tensor, Any]]) -> tf.Tensor:
+    """A minibatch's loss from those of its parts, each with its share: the sum of all, as ``float32``.
+
+    Losses of single rows are concatenated, each with the penalties added.
+    """
+    terms, added = [_scaled(*each) for each in losses], [_scaled(*each) for each in penalties]
+    if terms[0].shape.rank:
+        return sum(added, start=tf.concat(terms, 0))
+    terms += added
+    return terms[0] if len(terms) == 1 else tf.add_n(terms)
+
+
+def _scaled(value: tf.Tensor, factor: Any) -> tf.Tensor:
+    value = tf.cast(value, tf.float32)
+    return value if isinstance(factor, float) and factor == 1.0 else value * factor
+
+
 def penalty_gradient(spec: tf.TensorSpec, scaled_share: Any, scale: Any) -> Any:
     """The output gradient of a ``total_penalty`` of this form, in a loss that is multiplied by the ``scale``.
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.functions.stage_function import joined_loss
+from pipetrain.compute.functions.stage_values import BoundaryTensors, joined_rows
 from pipetrain.compute.program.arguments import (
     FIRST,
     LAST,
@@ -19,8 +20,6 @@ from pipetrain.compute.program.arguments import (
     MinibatchResult,
     ProgramResult,
     Settings,
-    joined_loss,
-    joined_predictions,
 )
 from pipetrain.compute.program.clock import Clock, Timed
 from pipetrain.compute.program.sending import Sending
@@ -430,7 +429,9 @@ class Walk:
         numbers = range(first, first + self._count)
         done = [trace.outputs[m] for m in numbers for trace in traces if m in trace.outputs]
         with tf.device(traces[0].device):  # so that one message has all of them
-            loss, predictions = joined_loss(done), joined_predictions([each.predictions for each in done])
+            losses = [(each.loss, each.share.of_loss) for each in done]
+            penalties = [(each.penalty, each.share.of_minibatch) for each in done if each.penalty is not None]
+            loss, predictions = joined_loss(losses, penalties), joined_rows([each.predictions for each in done])
         with tf.device(self._settings.host):
             with tf.control_dependencies(list(after)):
                 loss = tf.identity(loss)
