@@ -15,7 +15,7 @@ from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import Step
 from pipetrain.compute.functions.weight_groups import WeightGroup
 from pipetrain.compute.program.clock import Clock, Crossing
-from pipetrain.compute.program.stage_trace import StageTrace
+from pipetrain.compute.program.stage_trace import StageTrace, effects_from_here
 from pipetrain.schemes.splitting import reduction_bytes, shared_out
 
 Gradients = list[Any]
@@ -186,23 +186,22 @@ class Sums:
 
         A message leaves when its gradients are there and the replica's message of the minibatch before has been made.
         """
-        sums, number_on, graph = traces[0].stage.sums, self._number_on, tf.compat.v1.get_default_graph()
+        sums, number_on = traces[0].stage.sums, self._number_on
         assert number_on is not None
-        first, messages, found = len(graph.get_operations()), [], []
+        effects, messages, found = effects_from_here(), [], []
         with tf.control_dependencies(None):
             for replica, trace in enumerate(traces):
                 if trace.gathered is not None:
-                    key, before = (trace.place.stage, replica), len(graph.get_operations())
+                    key, of_message = (trace.place.stage, replica), effects_from_here()
                     with tf.device(trace.device), tf.control_dependencies(self._before.get(key, [])):
                         step = number_on(trace.device) + minibatch
                         messages.append(sums.encoded(replica, trace.gathered, step))
-                    self._before[key] = [each for each in graph.get_operations()[before:] if each.op_def.is_stateful]
+                    self._before[key] = of_message()
             for replica, trace in enumerate(traces):
                 there = [moved(each, trace.device) for each in messages]
                 with tf.device(trace.device):
                     found.append(sums.added(replica, there, number_on(trace.device) + minibatch))
-        made = graph.get_operations()[first:]
-        self.sending |= {each.name: each for each in made if each.op_def.is_stateful}
+        self.sending |= {each.name: each for each in effects()}
         return found
 
     # What all stages learn of each other
@@ -427,17 +426,12 @@ class LateSums(Sums):
     def catch_up(self, trace: StageTrace, number: int, version: int) -> None:
         """Make the updates of a copy of shared weights up to a version, whose gradients another stage completes."""
         group, versions = trace.stage.shared[number], trace.shared[number]
-        graph = tf.compat.v1.get_default_graph() if tf.inside_function() else None
         before: list[tf.Operation] = []
         while (minibatch := versions.version - trace.base) < version:
-            completed, number_of_operations = self._handed[group.holders, minibatch], 0
+            completed, effects = self._handed[group.holders, minibatch], effects_from_here()
             with tf.control_dependencies(before):
-                if graph is not None:
-                    number_of_operations = len(graph.get_operations())
                 gradients = [moved(each, trace.device) for each in completed.gradients]
                 begun = trace.begin_update(minibatch * self._microbatches, versions)
                 with tf.control_dependencies(begun):
                     group.apply(gradients, Step(None, completed.staleness, trace.scale))
-            if graph is not None:
-                made = graph.get_operations()[number_of_operations:]
-                before = [each for each in made if each.op_def.is_stateful]
+            before = effects()
