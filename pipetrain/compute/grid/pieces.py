@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.graph_rewrite import sharing_constants, unpacker
 from pipetrain.compute.functions.kernels import Kernels
-from pipetrain.compute.functions.split import SplitFunction
+from pipetrain.compute.functions.split import SplitFunction, specs
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.state import Division, State
@@ -67,8 +67,7 @@ class TracedSegment:
     @property
     def output_masks(self) -> list[Any]:
         """Specs of the masks of what it makes."""
-        masks = self.halves.forward.structured_outputs[0][0].masks
-        return [None if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in masks]
+        return specs(self.halves.forward.structured_outputs[0][0].masks)
 
     @property
     def gradients(self) -> list[Any]:
@@ -368,5 +367,9 @@ class Value:
         if not self._channels:
             return self._group.rows(tensor, rank)
         axis, channels = self._channels
-        own = channels[rank]
-        return tensor[(slice(None),) * axis + (slice(own.start, own.stop),)]
+        return channels_of(tensor, axis, channels[rank])
+
+
+def channels_of(tensor: tf.Tensor, axis: int, own: range) -> tf.Tensor:
+    """These channels of a tensor that has all of them on an axis."""
+    return tensor[(slice(None),) * axis + (slice(own.start, own.stop),)]

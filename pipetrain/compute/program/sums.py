@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.backward import over_stages
-from pipetrain.compute.functions.split import size_bytes
+from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import Step
 from pipetrain.compute.functions.weight_groups import WeightGroup
@@ -109,7 +109,7 @@ class Sums:
             size = self._sent_bytes(stage, replica)
             clock.crossings.append(Crossing("R", microbatch, (stage, replica, stage, replica), ended, there, size))
         for group in shared if replica == 0 else ():
-            size = sum(each.shape.num_elements() * each.dtype.size for each in map(_spec, group.variables))
+            size = sum(map(size_bytes, specs(group.variables)))
             above = [each for each in group.holders if each < stage][-1:]
             others = above or [each for each in group.holders if each > stage]
             for other in others:
@@ -119,8 +119,8 @@ class Sums:
     def _sent_bytes(self, stage: int, replica: int) -> int:
         """What a replica sends the others of a stage's gradients, and of their sums."""
         first, replicas = self._traces[stage][0].stage, len(self._traces[stage])
-        apart = others(first)
-        sizes = {n: size_bytes(_spec(first.variables[n])) for n in apart}
+        apart, like = others(first), specs(first.variables)
+        sizes = {n: size_bytes(like[n]) for n in apart}
         owned = sum(sizes[n] for n in owners(first, apart, replicas)[replica])
         messages = 0 if first.sums is None else (replicas - 1) * first.sums.sent_bytes
         return reduction_bytes(sum(sizes.values()), owned, replicas) + messages
@@ -236,10 +236,6 @@ class Sums:
             return None
         _, finite = self._summaries()
         return tf.reduce_all(tf.stack([moved(each, host) for each in finite]))
-
-
-def _spec(variable: Any) -> tf.TensorSpec:
-    return tf.TensorSpec(variable.shape, variable.dtype)
 
 
 def others(stage: Stage) -> list[int]:
