@@ -53,12 +53,12 @@ class Sending:
         sink = _sink(op, place.stage)
         if self._cuts is not None and 0 <= sink < len(self._devices):
             if op == "F":
-                values = values._replace(values=self._messages(op, place, sink, microbatch, values.values))
+                values = values._replace(values=self._messages(place, sink, microbatch, values.values))
             else:
-                values = self._messages(op, place, sink, microbatch, values)
+                values = self._messages(place, sink, microbatch, values)
         self._made[op, place.stage, place.replica, microbatch] = values
 
-    def _messages(self, op: What, place: StagePlace, sink: int, microbatch: int, values: Any) -> Any:
+    def _messages(self, place: StagePlace, sink: int, microbatch: int, values: Any) -> Any:
         """What a replica sends, by the replicas that receive it; None if it has no rows."""
         if values is None:
             return None

@@ -121,7 +121,6 @@ class StageTrace:
         self._own = WeightVersions(*at, Newest, lambda ahead: stage.weights(Newest(ahead)))
         self.shared = [WeightVersions(*at, Newest, _keep(group), min(group.holders)) for group in stage.shared]
         self._saved: dict[int, SavedForBackward | Operands | None] = {}
-        self._penalties: dict[int, tf.Tensor | None] = {}
         self.gathered: list[Any] | None = None
         self.has_updated = False  # the stage's own weights, in the call of the last backward
         self.outputs: dict[int, Output] = {}
