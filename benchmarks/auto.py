@@ -29,6 +29,7 @@ from benchmarks.networks import COMPARED, WORDS, Network, build, data
 from benchmarks.networks import NETWORKS as LARGE
 from benchmarks.quartiles import quartiles
 from benchmarks.sides import KerasJob, compiled, start
+from benchmarks.step_times import ends_s, mean_s
 from pipetrain.logs import text_table
 from pipetrain.schemes.options import Auto, SpecTrain
 
@@ -54,20 +55,14 @@ def measured(
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Samples/s of one device and of these ways in every round, and what was chosen for those of ``auto``."""
     start(KerasJob(network, steps, DEVICES, ("auto",)))
-    import time
-
     import keras
 
     import pipetrain
 
-    times: list[float] = []
-    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: times.append(time.perf_counter()))
     x, y = data(network, steps * network.batch_size)
 
     def rate(model: keras.Model) -> float:
-        times.clear()
-        model.fit(x, y, batch_size=network.batch_size, verbose=0, callbacks=[clock])
-        return network.batch_size * (len(times) - FIRST) / (times[-1] - times[FIRST - 1])
+        return network.batch_size / mean_s(ends_s(model, x, y, network.batch_size), FIRST)
 
     sides = {}
     for name in dict.fromkeys(["single", *ways]):

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.step_times import ends_s
 from pipetrain.cli.arguments import add_scheme_options
 from pipetrain.logs import text_table
 from pipetrain.plan.cluster import Cluster, Level, Link
@@ -107,12 +108,9 @@ class Way:
 
     def turn(self, counts: bool) -> None:
         """Train for a turn, which ``counts`` unless it is to warm up."""
-        import keras
         import numpy as np
 
-        ends: list[float] = []
-        clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
-        self._pm.fit(self._x, self._y, batch_size=ROWS, verbose=0, shuffle=False, callbacks=[clock])
+        ends = ends_s(self._pm, self._x, self._y, ROWS, shuffle=False)
         self.ms += [1e3 * each for each in np.diff(ends)] if counts else []
 
     @property

@@ -18,7 +18,6 @@ import json
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.data_parallel import NETWORKS, made
 from benchmarks.emulated_hosts import Hosts, emulated
 from benchmarks.steal import stolen_part, ticks
+from benchmarks.step_times import ends_s
 from pipetrain.logs import text_table
 from pipetrain.schemes.compression import CUTS, NONE
 from pipetrain.schemes.options import splits, with_options
@@ -57,13 +57,9 @@ class Way:
 
     def turn(self, counts: bool) -> None:
         """Train for a turn, which ``counts`` unless it is to warm up."""
-        import keras
         import numpy as np
 
-        ends: list[float] = []
-        clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
-        labels = np.zeros(len(self._x), "int32")
-        self._pm.fit(self._x, labels, batch_size=self._rows, verbose=0, shuffle=False, callbacks=[clock])
+        ends = ends_s(self._pm, self._x, np.zeros(len(self._x), "int32"), self._rows, shuffle=False)
         if counts:  # of asynchronous pipelines several results come at once
             within = ends[EDGE:-EDGE]
             self.steps_ms.append(1e3 * (within[-1] - within[0]) / (len(within) - 1))

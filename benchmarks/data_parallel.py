@@ -41,6 +41,7 @@ from benchmarks.core_shares import joining
 from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
 from benchmarks.quartiles import quartiles
 from benchmarks.steal import stolen_part, ticks
+from benchmarks.step_times import ends_s
 from pipetrain.cli.arguments import add_scheme_options
 from pipetrain.logs import text_table
 from pipetrain.schemes.options import with_options
@@ -130,14 +131,9 @@ class Way:
 
     def turn(self, counts: bool) -> None:
         """Train for a turn, which ``counts`` unless it is to warm up."""
-        import keras
         import numpy as np
 
-        ends: list[float] = []
-        clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
-        self._pm.fit(
-            self._x, np.zeros(len(self._x), "int32"), batch_size=self._rows, verbose=0, shuffle=False, callbacks=[clock]
-        )
+        ends = ends_s(self._pm, self._x, np.zeros(len(self._x), "int32"), self._rows, shuffle=False)
         taken_ms = [1e3 * each for each in np.diff(ends)[:-1]]  # the last sends no rows ahead
         if self._is_at_own_pace:  # results of several workers come at once
             taken_ms = [statistics.mean(taken_ms)]

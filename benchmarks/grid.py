@@ -19,13 +19,13 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.emulated_hosts import ENVIRONMENT, PORT, ROOT, Hosts, emulated
+from benchmarks.step_times import ends_s
 from pipetrain.logs import text_table
 from pipetrain.plan.balance import LayerShape, break_even_rows, choice
 from pipetrain.schemes.options import with_options
@@ -78,13 +78,9 @@ class Way:
 
     def turn(self, counts: bool) -> None:
         """Train for a turn, which ``counts`` unless it is to warm up; its first step never does."""
-        import keras
         import numpy as np
 
-        ends: list[float] = []
-        clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
-        y = np.zeros(len(self._x), "int32")
-        self._pm.fit(self._x, y, batch_size=self._rows, verbose=0, shuffle=False, callbacks=[clock])
+        ends = ends_s(self._pm, self._x, np.zeros(len(self._x), "int32"), self._rows, shuffle=False)
         self.ms += [1e3 * each for each in np.diff(ends)] if counts else []
 
     def told(self) -> dict[str, Any]:

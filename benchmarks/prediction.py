@@ -18,7 +18,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.networks import NETWORKS, Network, build, data
 from benchmarks.simulation import FIRST
+from benchmarks.step_times import ends_s, mean_s
 from benchmarks.turns import taking_turns
 from experiments.variants import Variant, variant
 from pipetrain.cli.environment import start_tensorflow
@@ -96,18 +96,14 @@ def work(job: Job) -> Iterator[Round | None]:
         pipe.fit(x, y, batch_size=network.batch_size, verbose=0)
         pipes[name] = pipe
     expected = Expected(model, network, cuts, devices)
-    times: list[float] = []
-    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: times.append(time.perf_counter()))
     yield None
     while True:
         predicted = expected.rates(known)
         explained, recommended = advised(known, job.schemes, devices) if job.advises else ({}, None)
         figures = {}
         for name, pipe in pipes.items():
-            times.clear()
-            pipe.fit(x, y, batch_size=network.batch_size, verbose=0, callbacks=[clock])
-            step_s = (times[-1] - times[FIRST - 1]) / (len(times) - FIRST)
-            figures[name] = Figures(predicted[name], network.batch_size / step_s, explained.get(name))
+            taken_s = mean_s(ends_s(pipe, x, y, network.batch_size), FIRST)
+            figures[name] = Figures(predicted[name], network.batch_size / taken_s, explained.get(name))
         yield Round(figures, recommended)
         known = profiles(model, network, counts)
 

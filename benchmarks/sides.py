@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from benchmarks.instruction_sets import set_onednn
 from benchmarks.networks import Network, build, data
+from benchmarks.step_times import ends_s, mean_s
 from pipetrain.cli.environment import start_tensorflow
 from pipetrain.logs import quiet_stderr
 from pipetrain.schemes.options import with_options
@@ -64,15 +64,11 @@ def work(job: KerasJob) -> Iterator[dict[str, Figures]]:
     keras.utils.set_random_seed(0)
     sides, expected = pipelines(job) if job.schemes else (plain(job), None)
     x, y = data(job.network, job.steps * job.network.batch_size)
-    times: list[float] = []
-    clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: times.append(time.perf_counter()))
 
     def figures(model: keras.Model, predicted: float | None = None) -> Figures:
-        times.clear()
-        model.fit(x, y, batch_size=job.network.batch_size, verbose=0, callbacks=[clock])
-        step_s = (times[-1] - times[FIRST - 1]) / (len(times) - FIRST)
+        taken_s = mean_s(ends_s(model, x, y, job.network.batch_size), FIRST)
         rows = job.network.batch_size * (1 if job.rank is None else TOGETHER)
-        return Figures(rows / step_s, None if job.gpus else bound(model), predicted)
+        return Figures(rows / taken_s, None if job.gpus else bound(model), predicted)
 
     for model in sides.values():
         figures(model)

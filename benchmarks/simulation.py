@@ -16,7 +16,6 @@ import itertools
 import os
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import networks
 from benchmarks.networks import Network
+from benchmarks.step_times import ends_s, mean_s
 from benchmarks.turns import taking_turns
 from pipetrain.cli.environment import start_tensorflow
 from pipetrain.logs import text_table
@@ -48,23 +48,15 @@ class Job(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """A compiled pipeline, what it reads, and when its minibatches were done."""
+    """A compiled pipeline, and what it reads."""
 
     pipe: Any
     data: tuple[Any, Any]
     batch_size: int
-    times: list[float]
 
     def step_s(self) -> float:
         """Seconds of a minibatch in one epoch, after the first ones."""
-        import keras
-
-        self.times.clear()
-        clock = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda step, logs: self.times.append(time.perf_counter())
-        )
-        self.pipe.fit(*self.data, batch_size=self.batch_size, verbose=0, callbacks=[clock])
-        return (self.times[-1] - self.times[FIRST - 1]) / (len(self.times) - FIRST)
+        return mean_s(ends_s(self.pipe, *self.data, self.batch_size), FIRST)
 
 
 def pipeline(model: keras.Model, network: Network, steps: int, scheme: str, **settings: Any) -> Trained:
@@ -77,7 +69,7 @@ def pipeline(model: keras.Model, network: Network, steps: int, scheme: str, **se
     pipe = pipetrain.PipelineModel(model, scheme=scheme, microbatches=pieces, **settings)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     pipe.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss=loss, metrics=["accuracy"])
-    trained = Trained(pipe, networks.data(network, steps * network.batch_size), network.batch_size, [])
+    trained = Trained(pipe, networks.data(network, steps * network.batch_size), network.batch_size)
     trained.step_s()
     return trained
 

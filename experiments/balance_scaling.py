@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.options import writable  # noqa: E402
 from experiments.progress import write_rows  # noqa: E402
-from pipetrain.cli.arguments import Folded, count, positive_number, share  # noqa: E402
+from pipetrain.cli.arguments import Folded, count, part, positive_number  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.balance import LayerShape, best_parts, block_bytes, block_ratio, data_ratio  # noqa: E402
 
@@ -158,13 +158,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--nodes", action="append", type=count, metavar="N", help="several times (default: 1 to 64)")
     add("--rows", type=count, default=256, metavar="N", help="of a minibatch (default: 256)")
     add("--efficiency", type=positive_number, default=0.7, metavar="X", help="part of the peak reached (default: 0.7)")
-    add("--overlap", type=share, default=1.0, metavar="X", help="of the gradients' exchange, 0 to 1 (default: 1)")
+    add("--overlap", type=part, default=1.0, metavar="X", help="of the gradients' exchange, 0 to 1 (default: 1)")
     add("--epochs", type=positive_number, default=EPOCHS, metavar="N", help="to train (default: 90, as AlexNet was)")
     add("--output", type=Path, metavar="DIR", help="where results go (default: runs/balance_scaling)")
-    options = parser.parse_args(arguments)
-    if options.overlap > 1:
-        parser.error(f"an overlap is a part from 0 to 1, not {options.overlap:g}")
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.options import writable  # noqa: E402
 from experiments.progress import tracked, write_rows  # noqa: E402
-from pipetrain.cli.arguments import Folded, count, positive_number, share  # noqa: E402
+from pipetrain.cli.arguments import Folded, count, from_zero, positive_number  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.cluster import Cluster, Level, Link  # noqa: E402
 from pipetrain.schemes.coded_reduce import ROOT as MASTER  # noqa: E402
@@ -277,7 +277,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--tree", action="append", type=tree_of, metavar="N,L", help="several times (default: 4,3 and 12,2)")
     add("--row-us", action="append", type=positive_number, metavar="US", help="mean of a row (default: 1 to 1000)")
-    add("--message-us", type=share, default=200.0, metavar="US", help="of a message beside its bytes (default: 200)")
+    add(
+        "--message-us", type=from_zero, default=200.0, metavar="US", help="of a message beside its bytes (default: 200)"
+    )
     add("--gbit", type=positive_number, default=1.0, metavar="GB/S", help="Gb/s of a port (default: 1)")
     add("--steps", type=count, default=40, metavar="N", help="that are simulated (default: 40)")
     add("--output", type=Path, metavar="DIR", help="where results go (default: runs/coded_reduce)")

@@ -128,9 +128,7 @@ def simulated(cell: Cell, options: argparse.Namespace) -> list[Outcome]:
         best: dict[str, Outcome] = {}
         for grid in grids(processes):
             if sending == "pipetrain":
-                trace = simulate_grid(
-                    profile, processes, cluster, tuple(grid)[:2], message_work=MESSAGE_WORK, piece_s=PIECE_S
-                )
+                trace = simulate_grid(profile, processes, cluster, grid, message_work=MESSAGE_WORK, piece_s=PIECE_S)
                 step_s = trace.step_s
             else:
                 step_s = equation_8_s(profile, grid, link)
@@ -225,7 +223,7 @@ def measure(processes: int, widths: Sequence[int], options: argparse.Namespace) 
         devices = pipetrain.connect(workers.addresses)
         cluster = described(devices, within_functions=True)
         work = Message(*(float(each) for each in message_work(devices, cluster)))
-        empty_s = statistics.fmean(_step_s(8, 1, processes, grid, devices, 30) for grid in (Grid(1, processes),))
+        empty_s = _step_s(8, 1, processes, Grid(1, processes), devices, 30)
         for width in widths:
             parts = {grid.outputs for grid in grids(processes)}
             model = _model(width, options.depth)
@@ -233,7 +231,7 @@ def measure(processes: int, widths: Sequence[int], options: argparse.Namespace) 
             profile = with_slices(profile, model, sorted(parts))
             for grid in grids(processes):
                 measured_s = _step_s(width, options.depth, options.rows, grid, devices, 20)
-                trace = simulate_grid(profile, processes, cluster, tuple(grid)[:2], message_work=work, piece_s=PIECE_S)
+                trace = simulate_grid(profile, processes, cluster, grid, message_work=work, piece_s=PIECE_S)
                 in_step_s = trace.step_s - cluster.overhead_s  # which ``empty_s`` has
                 yield Measurement(processes, width, grid.outputs, grid.rows, measured_s, empty_s + in_step_s)
 

@@ -38,11 +38,11 @@ sys.path.insert(0, str(ROOT))
 from experiments import datasets, optimizers, results, resuming  # noqa: E402
 from experiments.intervals import shown  # noqa: E402
 from experiments.networks import LANGUAGE, NETWORKS  # noqa: E402
-from experiments.options import owned, rate  # noqa: E402
-from experiments.progress import tracked, write_rows  # noqa: E402
+from experiments.options import owned  # noqa: E402
+from experiments.progress import write_rows  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import variant  # noqa: E402
-from pipetrain.cli.arguments import Folded, count, whole  # noqa: E402
+from pipetrain.cli.arguments import Folded, count, from_zero, whole  # noqa: E402
 from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 
@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         help=f"{again} (default: {' '.join(OPTIMIZERS)})",
     )
-    add("--learning-rate", type=rate, action="append", metavar="X", help=f"{again} (default: 0.001)")
+    add("--learning-rate", type=from_zero, action="append", metavar="X", help=f"{again} (default: 0.001)")
     add("--model", choices=LANGUAGE, default=LANGUAGE[0], help="(default: %(default)s)")
     add("--stages", type=count, default=4, metavar="N", help="pipeline stages (default: %(default)s)")
     add("--depth", type=count, default=12, metavar="N", help="blocks of the network (default: %(default)s)")
@@ -139,7 +139,7 @@ def planned(options: argparse.Namespace) -> list[Settings]:
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     return [
         Settings(
-            scheme=each.scheme,
+            **each._asdict(),
             model=options.model,
             dataset=NETWORKS[options.model].dataset,
             stages=options.stages,
@@ -149,11 +149,8 @@ def planned(options: argparse.Namespace) -> list[Settings]:
             momentum=0.9,
             eval_every=options.every,
             seed=seed,
-            microbatches=each.microbatches,
             size={"depth": options.depth, "width": options.width},
             optimizer=optimizer,
-            horizon=each.horizon,
-            file=each.file,
         )
         for seed, optimizer, learning_rate, each in product(
             seeds, options.optimizer, options.learning_rate, options.scheme
@@ -171,11 +168,6 @@ def train_all(wanted: Iterable[Settings], options: argparse.Namespace, output: P
     """Train what has not ended yet. Raises ValueError, before any training, for what cannot be trained."""
     left = []
     for each in wanted:
-        if (each.microbatches or 1) > each.batch_size:
-            raise ValueError(
-                f"A microbatch needs at least one row. Received: {each.label}, --batch-size {each.batch_size}. "
-                f"Try at most {each.batch_size} microbatches."
-            )
         if (path := folder(output, each, options) / "config.json").is_file():
             results.check_alike([resuming.recorded(path), each])
         if resuming.summary(path.parent) is None:
@@ -183,19 +175,14 @@ def train_all(wanted: Iterable[Settings], options: argparse.Namespace, output: P
     if not left:
         return
     start_tensorflow(max(each.devices for each in left))
-    import keras
+    from experiments import training
 
-    from experiments.training import check, train
+    def data(settings: Settings) -> datasets.Dataset:
+        found = datasets.load(settings.dataset, options.data_dir, NETWORKS[settings.model].reads)
+        rows = options.validation_rows
+        return found._replace(x_test=found.x_test[:rows], y_test=found.y_test[:rows])
 
-    for each in left:
-        check(each)
-    data = datasets.load(left[0].dataset, options.data_dir, NETWORKS[options.model].reads)
-    rows = options.validation_rows
-    data = data._replace(x_test=data.x_test[:rows], y_test=data.y_test[:rows])
-    named = [f"{each.optimizer} {each.learning_rate:g}, {each.label}, seed {each.seed}" for each in left]
-    for each in tracked(left, named):
-        train(each, data, folder(output, each, options), verbose=False, keep=False)
-        keras.utils.clear_session()  # or memory grows with every run
+    training.train_all(left, data, lambda each: folder(output, each, options))
 
 
 def place(settings: Settings) -> tuple[str, float, str]:

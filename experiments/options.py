@@ -14,7 +14,7 @@ import models
 from experiments import datasets, optimizers
 from experiments.networks import NETWORKS, defaults
 from pipetrain.checkpoint.directory_lock import DirectoryLock
-from pipetrain.cli.arguments import count
+from pipetrain.cli.arguments import count, from_zero
 from pipetrain.schemes import table
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.text_form import chosen
@@ -35,14 +35,6 @@ def scheme_among(*names: str) -> Callable[[str], str]:
         return text
 
     return kind
-
-
-def rate(text: str) -> float:
-    """A finite number of at least 0."""
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"a finite number of at least 0 is needed, not {text!r}")
-    return number
 
 
 def writable(output: Path) -> Path:
@@ -105,11 +97,11 @@ def add_training(parser: argparse.ArgumentParser, steps: int, output: str = "run
     )
     add(
         "--learning-rate",
-        type=rate,
+        type=from_zero,
         metavar="X",
         help=f"(default: {optimizers.ADAPTIVE_RATE} for {adaptive}; else the network's: {rates})",
     )
-    add("--momentum", type=float, default=0.9, metavar="X", help="of momentum and nesterov (default: 0.9)")
+    add("--momentum", type=from_zero, default=0.9, metavar="X", help="of momentum and nesterov (default: 0.9)")
     add_size(parser)
     add("--seed", type=int, default=0, metavar="N", help="of weights and shuffling (default: 0)")
     add("--output", metavar="DIR", help=f"where to write results (default: {output})")
@@ -163,7 +155,7 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--wait",
-        type=rate,
+        type=from_zero,
         metavar="SECONDS",
         help="when a worker is lost, wait so long for it to come back, and go on from the newest checkpoint; those of "
         "--local-workers are started anew",

@@ -32,10 +32,9 @@ import models  # noqa: E402
 from experiments import datasets, optimizers, results  # noqa: E402
 from experiments.intervals import shown  # noqa: E402
 from experiments.networks import LANGUAGE, NETWORKS, input_shape  # noqa: E402
-from experiments.options import rate  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import Variant, variant  # noqa: E402
-from pipetrain.cli.arguments import Folded  # noqa: E402
+from pipetrain.cli.arguments import MICROBATCHES, Folded, from_zero  # noqa: E402
 from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.cluster import Cluster  # noqa: E402
@@ -136,7 +135,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--overhead-s",
-        type=rate,
+        type=from_zero,
         default=OVERHEAD_S,
         metavar="S",
         help="seconds that every action takes beside its computing (default: %(default)s)",
@@ -182,7 +181,7 @@ def predictions(
     found = {}
     for label in labels:
         chosen = variant(label)
-        pieces = (chosen.microbatches or 4) if chosen.splits else 1
+        pieces = (chosen.microbatches or MICROBATCHES) if chosen.splits else 1
         if pieces not in profiles:
             optimizer = optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum)
             profiles[pieces] = pipetrain.profile(
@@ -198,14 +197,13 @@ def simulated(
     """Seconds of a minibatch of one scheme, which is cut as the planner cuts for it, and the fullest device's bytes."""
     from pipetrain.compute.optimizer.update import slots_per_weight, temporaries
 
-    pieces = chosen.microbatches or 4 if chosen.splits else 1
-    training = Training(chosen.way, microbatches=pieces)
+    training = Training(chosen.way, microbatches=profile.microbatches)
     devices = 1 if chosen.scheme == "single" else settings.stages
     optimizer = optimizers.build(settings.optimizer, settings.learning_rate, settings.momentum)
     slots = slots_per_weight(optimizer, training.chosen.rule(0, 2 * devices))
     training = training._replace(slots=slots, gathers=True, temporaries=temporaries(optimizer))
     cut = partition(profile, devices, cluster, training=training)
-    split = pieces if chosen.splits else None
+    split = profile.microbatches if chosen.splits else None
     trace = simulate(cut, chosen.way, cluster, MINIBATCHES, microbatches=split, overhead_s=overhead_s)
     return trace.step_s, cut.fullest_bytes
 

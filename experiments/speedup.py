@@ -49,7 +49,7 @@ from pipetrain.plan.cluster import Cluster  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
 from pipetrain.plan.partition import partition, plan  # noqa: E402
 from pipetrain.plan.profile import Profile  # noqa: E402
-from pipetrain.plan.roofline import TESLA_P40, Device, roofline  # noqa: E402
+from pipetrain.plan.roofline import TESLA_P40, Device  # noqa: E402
 from pipetrain.plan.stages import Partition  # noqa: E402
 from pipetrain.simulation.simulator import simulate  # noqa: E402
 from pipetrain.trace.idle import idle  # noqa: E402
@@ -109,10 +109,10 @@ Profiled = Callable[[int], Profile]  # of so many rows
 
 def profiles(model: str, device: Device) -> Profiled:
     """The network's profile by rows."""
-    from pipetrain.compute.profiling.operation_count import operation_counts
+    from pipetrain.compute.profiling.operation_count import analytic
 
     network = models.build(model, INPUTS[model], CLASSES.get(model, 10))
-    return lambda rows: roofline(model, rows, operation_counts(network, rows), device)
+    return lambda rows: analytic(network, rows, device)
 
 
 def outcomes(

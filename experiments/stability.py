@@ -30,9 +30,9 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from experiments.options import rate, writable  # noqa: E402
+from experiments.options import writable  # noqa: E402
 from experiments.policies import POLICIES  # noqa: E402
-from pipetrain.cli.arguments import Folded, count  # noqa: E402
+from pipetrain.cli.arguments import Folded, count, from_zero  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
 from pipetrain.schemes.policies import stretched  # noqa: E402
@@ -75,7 +75,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help=f"pipeline stages; may be given several times (default: {default})",
     )
-    parser.add_argument("--momentum", type=rate, default=0.9, metavar="X", help="mu, below 1 (default: %(default)s)")
+    parser.add_argument(
+        "--momentum", type=from_zero, default=0.9, metavar="X", help="mu, below 1 (default: %(default)s)"
+    )
     parser.add_argument("--output", metavar="DIR", help="where results go (default: runs/stability)")
     options = parser.parse_args(arguments)
     if options.momentum >= 1:

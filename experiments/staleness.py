@@ -46,13 +46,9 @@ import models  # noqa: E402
 from experiments import datasets, optimizers  # noqa: E402
 from experiments.intervals import interval, shown  # noqa: E402
 from experiments.networks import NETWORKS  # noqa: E402
-from experiments.options import owned, rate, writable  # noqa: E402
+from experiments.options import owned, writable  # noqa: E402
 from experiments.policies import EVERY_POLICY, MLP, POLICIES, SENDING, Outcome, Run, record, recorded, train  # noqa: E402
-from pipetrain.cli.arguments import (  # noqa: E402
-    Folded,
-    count,
-    whole,
-)
+from pipetrain.cli.arguments import Folded, count, from_zero, whole  # noqa: E402
 from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.schemes.options import keywords  # noqa: E402
@@ -120,7 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "former)",
     )
     add("--stages", type=count, action="append", metavar="N", help=f"pipeline stages{again % _default(STAGES)}")
-    add("--learning-rate", type=rate, action="append", metavar="X", help=f"of SGD{again % _default(RATES)}")
+    add("--learning-rate", type=from_zero, action="append", metavar="X", help=f"of SGD{again % _default(RATES)}")
     add(
         "--seeds",
         type=count,
@@ -129,7 +125,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="runs of each, seeds S to S+N-1 (default: %(default)s)",
     )
     add("--first-seed", type=whole, default=0, metavar="S", help="the first of the seeds (default: %(default)s)")
-    add("--momentum", type=float, default=0.9, metavar="X", help="of SGD (default: %(default)s)")
+    add("--momentum", type=from_zero, default=0.9, metavar="X", help="of SGD (default: %(default)s)")
     add("--steps", type=count, default=400, metavar="N", help="minibatches (default: %(default)s)")
     add("--batch-size", type=count, default=64, metavar="N", help="rows per minibatch (default: %(default)s)")
     add(
@@ -180,10 +176,11 @@ def planned(options: argparse.Namespace) -> list[Run]:
             f"Every stage needs a layer. Received: --stages {max(options.stages)}, --depth {options.depth}. "
             f"Try at most --stages {options.depth}."
         )
-    if "spike-compensation" in options.policy and not 0 < options.momentum < 1:
+    compensable = options.optimizer == "momentum" and 0 < options.momentum < 1
+    if "spike-compensation" in options.policy and not compensable:
         raise ValueError(
-            f"Spike compensation needs momentum. Received: --momentum {options.momentum}. "
-            "Try --momentum 0.9, or --policy with the others."
+            f"Spike compensation is for SGD with momentum. Received: --optimizer {options.optimizer}, --momentum "
+            f"{options.momentum:g}. Try --optimizer momentum --momentum 0.9, or --policy with the others."
         )
     names = ("momentum", "steps", "batch_size", "depth", "width", "optimizer", "residual", "model")
     same = {key: getattr(options, key) for key in names}

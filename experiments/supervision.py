@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,7 +75,7 @@ class SupervisedRun(Supervision):
         found = (os.stat(path) for path in self._output.glob("*/config.json"))
         return {(each.st_ino, each.st_mtime_ns) for each in found}
 
-    def _without(self, lost: Mapping[str, str]) -> str:
+    def _with_fewer(self) -> str:
         self._stages = self._fewer(len(self.workers))
         return f"with {counted(self._stages, 'stage')} "
 

@@ -27,7 +27,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -40,13 +39,12 @@ from experiments.options import (  # noqa: E402
     add_size,
     learning_rate,
     owned,
-    rate,
     with_replicas,
     writable,
 )
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import variant  # noqa: E402
-from pipetrain.cli.arguments import Folded, count  # noqa: E402
+from pipetrain.cli.arguments import Folded, count, from_zero  # noqa: E402
 from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.schemes import table  # noqa: E402
 
@@ -105,12 +103,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--learning-rate",
-        type=rate,
+        type=from_zero,
         metavar="X",
         help=f"(default: of SGD the network's: {defaults('learning_rate')}; of optimizers with steps of about the "
         f"rate's size, such as adam, {optimizers.ADAPTIVE_RATE:g})",
     )
-    parser.add_argument("--momentum", type=rate, default=0.9, metavar="X", help="of SGD (default: 0.9)")
+    parser.add_argument("--momentum", type=from_zero, default=0.9, metavar="X", help="of SGD (default: 0.9)")
     add_size(parser)
     parser.add_argument(
         "--dataset", choices=datasets.NAMES, help=f"(default: that of the network: {defaults('dataset')})"
@@ -139,7 +137,7 @@ def planned(options: argparse.Namespace) -> list[Settings]:
     """The runs that are asked for: all schemes of a seed before the next seed, so that any stop leaves a comparison."""
     return [
         Settings(
-            scheme=name,
+            **each._asdict(),
             model=model,
             dataset=options.dataset or NETWORKS[model].dataset,
             stages=options.stages,
@@ -149,16 +147,13 @@ def planned(options: argparse.Namespace) -> list[Settings]:
             momentum=options.momentum,
             eval_every=options.eval_every,
             seed=seed,
-            microbatches=pieces,
             size=_size(model, options),
             optimizer=options.optimizer,
-            horizon=ahead,
-            file=file,
             replicas=options.replicas,
         )
         for model in options.model
         for seed in range(options.seeds)
-        for name, ahead, pieces, file in options.scheme
+        for each in options.scheme
     ]
 
 
@@ -179,19 +174,13 @@ def train_all(wanted: Sequence[Settings], output: Path, data_dir: str | None) ->
     if not left:
         return
     start_tensorflow(max(each.devices for each in left))
-    import keras
+    from experiments import training
 
-    from experiments.training import check, train
-
-    for each in left:
-        check(each)
-    for model, those in groupby(left, key=lambda each: each.model):
-        runs = list(those)
-        data = datasets.load(runs[0].dataset, data_dir, NETWORKS[model].reads)
-        for each in runs:
-            print(f"{model}, {each.label}, seed {each.seed}", flush=True)
-            train(each, data, results.folder(output, each), verbose=False, keep=False)
-            keras.utils.clear_session()  # or memory grows with every run
+    training.train_all(
+        left,
+        lambda each: datasets.load(each.dataset, data_dir, NETWORKS[each.model].reads),
+        lambda each: results.folder(output, each),
+    )
 
 
 def report(output: Path) -> None:

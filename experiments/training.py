@@ -6,8 +6,9 @@ import json
 import math
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,37 @@ def pipelined(model: keras.Model, settings: Settings) -> pipetrain.PipelineModel
 def check(settings: Settings) -> None:
     """Raise ValueError, before anything is trained, for settings that no network can be trained with."""
     check_microbatches(settings.microbatches, with_horizon(settings.way, settings.horizon))
+    if (settings.microbatches or 1) > settings.batch_size:
+        raise ValueError(
+            f"A microbatch needs at least one row. Received: {settings.label}, --batch-size {settings.batch_size}. "
+            f"Try at most {settings.batch_size} microbatches."
+        )
     if settings.scheme != DATA_PARALLEL:
         layers = [keras.layers.Dense(1) for _ in range(settings.devices)]
         pipelined(keras.Sequential([keras.Input((1,)), *layers]), settings)
     else:
         check_local(available())
+
+
+def train_all(
+    runs: Sequence[Settings], data: Callable[[Settings], Dataset], folder: Callable[[Settings], Path]
+) -> None:
+    """Train all these runs; of each its config, history and summary are kept.
+
+    Runs of one network that follow each other share its data. Raises ValueError, before any is trained, for one that
+    cannot be.
+    """
+    for each in runs:
+        check(each)
+    numbers = count(1)
+    for model, of_model in groupby(runs, key=lambda each: each.model):
+        found: Dataset | None = None
+        for each in of_model:
+            about = f"{model}, {each.optimizer} {each.learning_rate:g}, {each.label}, seed {each.seed}"
+            print(f"{next(numbers)} of {len(runs)}: {about}", flush=True)
+            found = found or data(each)
+            train(each, found, folder(each), verbose=False, keep=False)
+            keras.utils.clear_session()  # or memory grows with every run
 
 
 def train(settings: Settings, data: Dataset, output: Path, verbose: bool, keep: bool = True) -> Summary:

@@ -21,7 +21,7 @@ from pipetrain.cli.environment import start_tensorflow
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.memory import Training
 from pipetrain.plan.profile import Profile
-from pipetrain.plan.roofline import TESLA_P40, roofline
+from pipetrain.plan.roofline import TESLA_P40
 from plots.style import save
 
 PLATFORM = Path(__file__).parents[1] / "experiments" / "platforms" / "tesla_p40.json"
@@ -57,10 +57,9 @@ def draw(profile: Profile, cluster: Cluster, folder: Path) -> list[Path]:
 def _profile() -> Profile:
     start_tensorflow(1)
     import models
-    from pipetrain.compute.profiling.operation_count import operation_counts
+    from pipetrain.compute.profiling.operation_count import analytic
 
-    network = models.build("vgg16", IMAGE, CLASSES)
-    return roofline("vgg16", ROWS, operation_counts(network, ROWS), TESLA_P40)
+    return analytic(models.build("vgg16", IMAGE, CLASSES), ROWS, TESLA_P40)
 
 
 if __name__ == "__main__":

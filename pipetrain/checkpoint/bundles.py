@@ -29,7 +29,7 @@ from pipetrain.checkpoint.shards import (
     remove,
 )
 from pipetrain.cluster.connection import worker_of
-from pipetrain.compute.cores import is_remote
+from pipetrain.compute.cores import is_remote, processor_of
 
 SERIALIZED = (tf.variant, tf.string)  # which are kept as the bytes that TensorFlow makes of them
 NO_REASON = "Graph execution error", "Detected at node", "<stack traces"  # how lines begin that say where it was
@@ -240,11 +240,6 @@ def by_worker(values: Mapping[str, Any]) -> dict[str, dict[str, tf.Tensor]]:
         if isinstance(each, tf.Tensor) and is_remote(each.device):
             found.setdefault(processor_of(each.device), {})[name] = each
     return dict(sorted(found.items()))
-
-
-def processor_of(device: str) -> str:
-    """The first CPU of the process that a device is in."""
-    return str(tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string())
 
 
 def _answers(device: str, asked: Path, answer: Path, token: str) -> bool:

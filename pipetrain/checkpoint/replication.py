@@ -15,13 +15,14 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.checkpoint import store as stores
-from pipetrain.checkpoint.bundles import Part, ShardWriter, by_worker, processor_of, reason, restored
+from pipetrain.checkpoint.bundles import Part, ShardWriter, by_worker, reason, restored
 from pipetrain.checkpoint.shards import INDEX, Damaged, Shard, check_index
 from pipetrain.checkpoint.state import Arrays, as_arrays, not_finite
 from pipetrain.checkpoint.store import Checkpoint, Store
 from pipetrain.checkpoint.writer import Pace
 from pipetrain.cluster import host_memory
 from pipetrain.cluster.connection import about, remote_devices, task_of, worker_of
+from pipetrain.compute.cores import processor_of
 
 NOTE = "memory.json"  # beside the checkpoints: which folder in memory belongs to them
 KEPT = 2  # states, of which one is whole while the other is written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,23 +34,37 @@ MICROBATCHES = 4  # of a minibatch, where nothing says it
 
 def positive_number(text: str) -> float:
     """A finite number above 0."""
+    if not (value := _finite(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def from_zero(text: str) -> float:
+    """A finite number from 0 up."""
+    if not (value := _finite(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    return value
+
+
+def part(text: str) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= (value := _finite(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value
+
+
+def _finite(text: str) -> float:
+    """The number; NaN, which compares with nothing, for what is none and for infinity."""
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
+        return math.nan
+    return value if math.isfinite(value) else math.nan
 
 
 def budget(text: str) -> float:
     """Seconds above 0, or ``inf``."""
     return float(text) if text == "inf" else positive_number(text)
-
-
-def share(text: str) -> float:
-    """A finite number from 0 up."""
-    return 0.0 if text == "0" else positive_number(text)
 
 
 def count(text: str) -> int:
@@ -82,7 +97,7 @@ def horizon(text: str) -> str | float:
     if text in HORIZONS:
         return text
     try:
-        return share(text)
+        return from_zero(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is none of {', '.join(HORIZONS)}, nor a number from 0 up"
@@ -135,12 +150,11 @@ def cores(text: str) -> list[int]:
     """Processor cores, such as ``0,2-3``."""
     try:
         spans = [[int(end) for end in part.split("-")] for part in text.split(",")]
-        found = [core for span in spans for core in range(span[0], span[-1] + 1)]
-        if not found or max(map(len, spans)) > 2:
+        if any(len(span) > 2 or span[-1] < span[0] for span in spans):
             raise ValueError
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} names no cores, such as 0,2-3") from error
-    return found
+    return [core for span in spans for core in range(span[0], span[-1] + 1)]
 
 
 def scheme_named(text: str, chunks: int | None) -> str | Scheme:

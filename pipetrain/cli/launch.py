@@ -75,7 +75,6 @@ def add(commands: Any) -> None:
     option(
         "--ssh",
         type=_command,
-        default=["ssh"],
         metavar="COMMAND",
         help="OpenSSH's client with options of yours (default: ssh)",
     )
@@ -113,10 +112,12 @@ def run(options: argparse.Namespace) -> int:
     _check_script(options)
     arguments = [*(["-m"] if options.module else []), options.script, *options.arguments]
     if options.local is not None:
+        _check_unread(options, (*OF_SSH, *OF_MEMBERS), f"--local {options.local}")
         return _local(options, arguments)
     hosts = [] if options.hosts is None else expanded(options.hosts)
     member = member_of(os.environ, hosts, options.port)
     if member is not None:
+        _check_unread(options, OF_SSH, f"a process of {member.scheduler}")
         return _as_member(member, options, arguments)
     if not hosts:
         raise ValueError(
@@ -128,7 +129,22 @@ def run(options: argparse.Namespace) -> int:
             "With --plain every host starts its own process, which a scheduler does. Received: --plain, --hosts "
             f"{options.hosts}. Try it within srun or mpirun, or leaving --plain out."
         )
+    _check_unread(options, OF_MEMBERS, f"--hosts {options.hosts}")
     return _by_ssh(hosts, options, arguments)
+
+
+# Options that are read where OpenSSH starts the workers, and where a scheduler does.
+OF_SSH, OF_MEMBERS = ("python", "ssh"), ("plain", "port", "job")
+
+
+def _check_unread(options: argparse.Namespace, names: Sequence[str], where: str) -> None:
+    """Raise ValueError for those of these options that are given: nothing reads them there."""
+    unread = [f"--{name}" for name in names if getattr(options, name)]
+    if unread:
+        raise ValueError(
+            f"Workers that are started in this way have no such option. Received: {' and '.join(unread)}, {where}. "
+            "Try leaving it out."
+        )
 
 
 def _check_script(options: argparse.Namespace) -> None:
@@ -154,9 +170,10 @@ def _local(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _by_ssh(hosts: list[str], options: argparse.Namespace, arguments: list[str]) -> int:
-    hosts = _for_ssh(hosts, options.ssh)
+    ssh = options.ssh or ["ssh"]
+    hosts = _for_ssh(hosts, ssh)
     gone_s, python = GONE_S + (options.wait or 0), options.python or []
-    with SshWorkers(hosts, options.cpu_devices, python, options.ssh, _forward, gone_s) as workers:
+    with SshWorkers(hosts, options.cpu_devices, python, ssh, _forward, gone_s) as workers:
         for address, host in workers.names.items():
             _forward(
                 host, f"a worker at {address}, through OpenSSH" if host != "localhost" else f"a worker at {address}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.arguments import Folded, cores, count, port, positive_number
-from pipetrain.cluster.hosts import Hosts, split, task_of_tf_config
+from pipetrain.cluster.hosts import LOOPBACK, Hosts, split, task_of_tf_config
 from pipetrain.cluster.server import GONE_S, MOST, Serving, serve
 
 ABOUT = """Serve this machine's devices: the stages of a controller's pipeline are placed on them.
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
         formatter_class=Folded,
     )
     option = command.add_argument
-    option("--address", metavar="HOST", help="of this machine, where it is reached (default: 127.0.0.1)")
+    option("--address", metavar="HOST", help=f"of this machine, where it is reached (default: {LOOPBACK})")
     option("--port", type=port, metavar="N", help="0 for any that is free (default: 2222)")
     option("--cluster", type=Path, metavar="FILE", help="a hosts file that has address and port, see below")
     option("--task", type=int, metavar="N", help="which of its workers this is, from 0")
@@ -123,7 +123,7 @@ def _place(options: argparse.Namespace) -> tuple[str, int]:
             "Try --cluster FILE, or --address and --port alone."
         )
     else:
-        return (options.address or "127.0.0.1").strip("[]"), 2222 if options.port is None else options.port
+        return (options.address or LOOPBACK).strip("[]"), 2222 if options.port is None else options.port
     if not 0 <= task < len(hosts.workers):
         raise ValueError(
             f"There is no such worker. Received: task {task} of {len(hosts.workers)}. "

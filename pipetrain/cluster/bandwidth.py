@@ -14,10 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.cluster.connection import about, joins, task_of
-from pipetrain.compute.cores import cores, finish, is_remote
+from pipetrain.compute.cores import HOST, cores, finish, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link
 
-HOST = "/device:CPU:0"
 REPEATS = 7
 HOPS = 40  # of a message to and fro, by which its latency is measured
 ACTIONS = 10  # one after another, by which an action's overhead is measured

@@ -16,6 +16,8 @@ from typing import Any
 NAMES = "PIPETRAIN_WORKER_NAMES"  # the hosts of addresses, as JSON
 JOBS = "PIPETRAIN_WORKER_JOBS"  # whose workers are to be at addresses, as JSON
 RUN = "PIPETRAIN_RUN"  # what tells a launcher from an earlier one, if the job's name does not
+LOOPBACK = "127.0.0.1"
+OF_TF_CONFIG = 'Try {"cluster": {"worker": ["10.0.0.1:2222"]}, "task": {"type": "worker", "index": 0}}.'
 EXAMPLE = '{"workers": ["10.0.0.1:2222", "10.0.0.2:2222"]}'
 ROOT = str(Path(__file__).parents[2])  # of this very package, wherever the program has it from
 # Python would put the current folder first on the path of modules, where anybody may have written; -P is of 3.11 on.
@@ -123,8 +125,7 @@ class Hosts:
             return cls._of(_tf_config(text)["cluster"])
         except ValueError as error:
             raise ValueError(
-                f"Not a cluster in TF_CONFIG: {error}. Received: TF_CONFIG={text!r}. "
-                'Try {"cluster": {"worker": ["10.0.0.1:2222"]}, "task": {"type": "worker", "index": 0}}.'
+                f"Not a cluster in TF_CONFIG: {error}. Received: TF_CONFIG={text!r}. {OF_TF_CONFIG}"
             ) from error
 
     @classmethod
@@ -149,7 +150,9 @@ def task_of_tf_config(text: str) -> int | None:
     try:
         task = _tf_config(text).get("task", {})
     except ValueError as error:
-        raise ValueError(f"Not a cluster in TF_CONFIG: {error}. Received: TF_CONFIG={text!r}.") from error
+        raise ValueError(
+            f"Not a cluster in TF_CONFIG: {error}. Received: TF_CONFIG={text!r}. {OF_TF_CONFIG}"
+        ) from error
     index = str(task.get("index", 0)) if isinstance(task, Mapping) else ""
     if not index.isdecimal():
         raise ValueError(f"task: {task!r} is not a type and an index. Received: TF_CONFIG={text!r}. Try index: 0.")

@@ -13,13 +13,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipetrain.cluster.hosts import split, worker
+from pipetrain.cluster.hosts import LOOPBACK, split, worker
 from pipetrain.cluster.server import MOST, check_port
 from pipetrain.compute.cores import cores
 from pipetrain.logs import quiet_stderr
 from pipetrain.schemes.arguments import is_count
 
-HOST, VISIBLE = "127.0.0.1", "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 START_S = 60.0  # TensorFlow is imported within
 END_S = 5.0
 
@@ -116,10 +116,10 @@ def _check(count: Any, cpu_devices: Any, ports: Sequence[int] | None) -> None:
         raise ValueError(f"A worker has from 1 to {MOST} devices. Received: cpu_devices={cpu_devices!r}. Try 1.")
     for port in ports or ():
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 2**16:
-            raise ValueError(f"A port is a number from 0, for any that is free, to {2**16 - 1}. Received: {port!r}.")
+            raise ValueError(f"A port is a number up to {2**16 - 1}. Received: ports={ports!r}. Try 0 for any.")
         if port and list(ports or ()).count(port) > 1:
             raise ValueError(f"Each worker has a port of its own. Received: ports={ports!r}. Try 0 for any.")
-        check_port(HOST, port)
+        check_port(LOOPBACK, port)
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipetrain.cluster import host_memory
-from pipetrain.cluster.hosts import is_loopback, split, with_port
+from pipetrain.cluster.hosts import LOOPBACK, is_loopback, split, with_port
 from pipetrain.cluster.sockets import watch_workers
 from pipetrain.logs import quiet_stderr
 
@@ -69,7 +69,7 @@ class Serving(NamedTuple):
         job: whose worker it is, which a controller of another job refuses.
     """
 
-    address: str = "127.0.0.1"
+    address: str = LOOPBACK
     port: int = 2222
     cores: Sequence[int] | None = None
     cpu_devices: int = 1

@@ -14,14 +14,13 @@ from importlib import metadata
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from pipetrain.cluster.hosts import launched_worker, split
+from pipetrain.cluster.hosts import LOOPBACK, launched_worker, split
 from pipetrain.cluster.server import GONE_S
 from pipetrain.logs import quiet_stderr
 
 if TYPE_CHECKING:
     from pipetrain.cluster.local_workers import LocalWorkers
 
-LOOPBACK = "127.0.0.1"
 SAID = "Worker at "  # what a worker says when it serves
 BUSY = ("forwarding failed", "Nothing can listen", "cannot listen to port")  # what is said of ports in use
 START_S = 60.0  # TensorFlow is imported within, on a host that may be busy
@@ -247,7 +246,10 @@ class Connection:
                 f"Python on {self.host} has no pipetrain. Received: {self.last}. Try installing it there, or --python "
                 "PATH of a Python that has it."
             )
-        return f"The worker on {self.host} does not start (exit status {status}). Received: {said}."
+        return (
+            f"The worker on {self.host} does not start (exit status {status}). Received: {said}. "
+            "Try python -m pipetrain worker there."
+        )
 
     def close(self) -> None:
         """Let the worker know that it is to end, by the end of its standard input."""

@@ -83,8 +83,8 @@ class Supervision:
         """Whether a training process with this exit status has told of a worker that was lost."""
         return status == LOST
 
-    def _without(self, lost: Mapping[str, str]) -> str:
-        """Training goes on without these; with what, in words before those of the workers that are left."""
+    def _with_fewer(self) -> str:
+        """Training goes on with the workers that are left; with what else, in words before those of them."""
         return ""
 
     def _given_up(self, why: str) -> None:
@@ -169,7 +169,7 @@ class Supervision:
             return False
         self.workers = [address for address in self.workers if address not in lost]
         number = len(self.workers)
-        on = f"{self._without(lost)}on {counted(number, 'worker')} that {'is' if number == 1 else 'are'} left"
+        on = f"{self._with_fewer()}on {counted(number, 'worker')} that {'is' if number == 1 else 'are'} left"
         say(f"{what}: {self._going_on()} {on}.")
         return True
 

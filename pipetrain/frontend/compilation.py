@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.compute.cores import HOST
+from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.inputs import Shapes, structure_of
@@ -352,7 +353,7 @@ def output_specs(model: keras.Model, chain: Chain, shapes: Shapes) -> list[tf.Te
         }
         made = model.compute_output_spec(keras.tree.map_structure(lambda x: given[id(x)], structure_of(model)))
         outputs = keras.tree.flatten(made)
-    return [tf.TensorSpec(each.shape, each.dtype) for each in outputs]
+    return specs(outputs)
 
 
 def trained_in(model: keras.Model) -> list[tuple[str, bool]]:

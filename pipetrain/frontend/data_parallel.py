@@ -178,10 +178,10 @@ class DataParallelStrategy:
 
     def _keeps_statistics(self) -> bool:
         """Whether layers may have state of the rows that they see in training."""
-        known = {id(each) for each in weights_of_layer(self.model)}
+        others = {id(each) for each in weights_of_layer(self.model)}
         adapted = [layer for layer in flat_layers(self.model) if hasattr(layer, "adapt")]
-        known |= {id(each) for layer in adapted for each in layer.variables}
-        return any(id(each) not in known and not is_seed(each) for each in self.model.variables)
+        others |= {id(each) for layer in adapted for each in layer.variables}
+        return any(id(each) not in others and not is_seed(each) for each in self.model.variables)
 
     def begin(self, session: FitSession) -> None:
         """A ``fit`` begins: every device gets the model's variables."""

@@ -167,7 +167,7 @@ class KerasLoop(WrappedModel):
         with self._saying(verbose), self._watched():
             self._settle(x, y, batch_size, users)
         with self._saying(verbose), self._watched() as watch:
-            session = self._begin(x, y, batch_size, users, first_epoch)
+            session = self._begin(x, batch_size, users, first_epoch)
             session.is_lost = lambda: watch.lost is not None
             try:
                 self.session = session
@@ -197,7 +197,7 @@ class KerasLoop(WrappedModel):
         self._choice, self.way = taken.choice, auto.way_told(taken, options, strategy.planner.layout)
         again()
 
-    def _begin(self, x: Any, y: Any, batch_size: int | None, users: Any, first_epoch: int) -> FitSession:
+    def _begin(self, x: Any, batch_size: int | None, users: Any, first_epoch: int) -> FitSession:
         check_compiled(self.optimizer, self._strategy.optimizer)
         check_callbacks(users, stepping(self.optimizer))
         rows, shapes = first_rows(x, batch_size), shapes_of_data(x, self._strategy.trained)

@@ -18,10 +18,10 @@ from typing import Any
 import keras
 
 from pipetrain.cluster.connection import worker_of
-from pipetrain.cluster.hosts import named
+from pipetrain.cluster.hosts import LOOPBACK, named
 from pipetrain.schemes.arguments import checked_count
 
-LOOPBACK, NAMES = "127.0.0.1", ("127.0.0.1", "localhost", "[::1]")
+NAMES = (LOOPBACK, "localhost", "[::1]")
 VARIABLE = "PIPETRAIN_STATUS_PORT"  # which ``pipetrain launch --status-port`` sets
 WINDOW_S = 10.0  # over which the rate is the mean
 POLL_S = 0.1  # between two looks whether training has ended
@@ -63,7 +63,8 @@ class StatusPage(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin to serve."""
         session = self.model.session
-        self._begun_s, self._steps, self._shown_s, self._epoch = time.time(), 0, 0.0, 0
+        self._begun_s, self._shown_s = time.time(), 0.0
+        self._steps = self._epoch = self._in_epoch = 0  # which they remain where no epoch is left
         self._last_epoch: dict[str, float] = {}
         self._done.clear()
         self._state = {"model": self.model.name, "scheme": self.model.scheme, "state": "begins"}
@@ -146,10 +147,12 @@ class StatusPage(keras.callbacks.Callback):
 
 
 def asked_for(users: list[Any]) -> list[StatusPage]:
-    """The page that the environment asks for, unless the user has one."""
+    """The page that the environment asks for, unless the user has one. Raises ValueError for what is no port."""
     port = os.environ.get(VARIABLE, "")
     if not port or any(isinstance(each, StatusPage) for each in users):
         return []
+    if not port.isdecimal():
+        raise ValueError(f"A port is a number, 0 for any that is free. Received: {VARIABLE}={port!r}. Try 8000.")
     page = StatusPage(int(port))
     page._is_asked_for = False  # another ``fit`` of the program may have it
     return [page]

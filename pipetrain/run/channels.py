@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.functions.kernels import Kernels
-from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.functions.stage_values import BoundaryTensors, joined_rows
 from pipetrain.compute.tensorflow_private import current_device
 from pipetrain.compute.transfers.compression import CutMessages
 from pipetrain.run.gradient_exchange import GradientExchange, Mailbox, Reduction, SharedGradients, size_bytes, transfer
@@ -189,9 +189,8 @@ def _sliced(tensor: tf.Tensor, start: int, stop: int) -> tf.Tensor:
 def joined(parts: Sequence[Rows]) -> Rows:
     """The rows of all parts one after another; None if none has any."""
     present = [part for part in parts if part is not None]
-    if len(present) < 2:
-        return present[0] if present else None
-    return tf.nest.map_structure(lambda *rows: None if rows[0] is None else tf.concat(rows, 0), *present)
+    rows: Rows = joined_rows(present) if present else None
+    return rows
 
 
 def _part(values: Rows, mine: range, theirs: range) -> Rows:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from pipetrain.compute.functions.stage_values import BoundaryTensors, KeptStage
+from pipetrain.compute.functions.stage_function import joined_loss
+from pipetrain.compute.functions.stage_values import BoundaryTensors, KeptStage, joined_rows
 
 
 class Microbatch(NamedTuple):
@@ -130,32 +131,11 @@ class Collector:
 
 
 def _joined(outputs: list[OutputReport]) -> Result:
-    """A minibatch's result from its microbatches': ``sum(loss_share * loss + share * penalty)``.
-
-    Losses of single examples are concatenated, each with the penalty added.
-    """
-    terms = [_scaled(output.loss, output.microbatch.loss_share) for output in outputs]
-    penalties = [each for each in (output.microbatch for output in outputs) if each.penalty is not None]
-    added = [_scaled(each.penalty, each.share) for each in penalties]
-    if terms[0].shape.rank:  # and each of these has the penalty
-        loss = sum(added, start=tf.concat(terms, axis=0))
-    else:
-        terms += added
-        loss = terms[0] if len(terms) == 1 else tf.add_n(terms)
-    predictions = [output.predictions for output in outputs if output.predictions is not None]
-    return Result(loss, predictions[0] if len(predictions) == 1 else _stacked(predictions))
-
-
-def _stacked(parts: list[BoundaryTensors]) -> BoundaryTensors:
-    tensors = [tf.concat(rows, axis=0) for rows in zip(*(part.tensors for part in parts), strict=True)]
-    masks = [
-        None if rows[0] is None else tf.concat(rows, 0) for rows in zip(*(part.masks for part in parts), strict=True)
-    ]
-    return BoundaryTensors(tensors, masks)
-
-
-def _scaled(value: tf.Tensor, factor: float) -> tf.Tensor:
-    return value if factor == 1.0 and value.dtype == tf.float32 else tf.cast(value, tf.float32) * factor
+    """A minibatch's result from its microbatches', by the shares of these in its loss and in its rows."""
+    of = [output.microbatch for output in outputs]
+    losses = [(output.loss, each.loss_share) for output, each in zip(outputs, of, strict=True)]
+    penalties = [(each.penalty, each.share) for each in of if each.penalty is not None]
+    return Result(joined_loss(losses, penalties), joined_rows([output.predictions for output in outputs]))
 
 
 class InFlight(NamedTuple):

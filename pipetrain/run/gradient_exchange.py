@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import numpy as np
 import tensorflow as tf
 
-from pipetrain.compute.cores import is_remote
+from pipetrain.compute.cores import HOST, is_remote
 from pipetrain.compute.functions.backward import over_stages
 from pipetrain.compute.functions.inference import Replica
 from pipetrain.compute.functions.stage import Stage
@@ -91,7 +91,7 @@ def moved(gradients: list[Any], device: str) -> list[Any]:
 
 def here(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
     """The tensors, those on devices of other processes copied to this one."""
-    return [transfer(each, "/device:CPU:0") if is_remote(each.device) else each for each in tensors]
+    return [transfer(each, HOST) if is_remote(each.device) else each for each in tensors]
 
 
 @cache

@@ -229,6 +229,9 @@ class Pipeline:
         settings = self._lost.unless_lost(self._settings)
         self._lost.unless_lost(partial(self._load, settings))
         kept = KEPT_SPANS if settings.is_traced else 0
+        if not kept:
+            self._spans.clear()
+            self._transfers.clear()
         running = Running(self._stages, self._scheme, self._microbatches, settings, kept)
         self._running, self._exact_times = running, settings.exact_times  # an interrupt finds what is to be undone
         shorten(self)

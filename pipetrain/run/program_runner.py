@@ -60,6 +60,8 @@ class ProgramRunner(Stepwise):
     ) -> None:
         self._stages, self._scheme, self._microbatches = [list(replicas) for replicas in stages], scheme, microbatches
         self._every = [replica for stage in stages for replica in stage]
+        # Of the newest steps, until somebody reads the trace.
+        self._timed = deque[tuple[ProgramTimes, int, Mapping[int, int], Any, Any]]()
         super().__init__([each.device for each in self._every], settings, lambda: None)
         self._replicas = tuple(map(len, self._stages))
         self._chunks = scheme.schedule.chunks
@@ -67,8 +69,6 @@ class ProgramRunner(Stepwise):
         self._scale = LossScale()
         self._ran: dict[StagePlace, int] = {}  # forwards that calls of forward and backward have done so far
         self._forms: dict[int, Any] = {}  # of minibatches, by their rows
-        # Of the newest steps, until somebody reads the trace.
-        self._timed = deque[tuple[ProgramTimes, int, Mapping[int, int], Any, Any]]()
         self._busy_s = 0.0
         is_alone = not any(is_remote(each.device) for each in self._every)
         self._host = HOST if is_alone else LOCAL_HOST  # workers' devices have the short name, too
@@ -92,6 +92,10 @@ class ProgramRunner(Stepwise):
         spans, sent = self._spans.columns(), self._transfers.columns()
         since_s = spans.start_s[0] if len(spans) else 0.0
         return Trace.of(spans, sent[sent.start_s >= since_s], ranks, starts)
+
+    def _record(self, count: int) -> None:
+        super()._record(count)
+        self._timed.clear()
 
     def _gradients_traced(self, targets: Any) -> Sequence[Any]:
         return trace_stages(self._stages, targets)

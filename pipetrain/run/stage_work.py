@@ -24,12 +24,9 @@ from pipetrain.run.channels import Channels, take
 from pipetrain.run.collector import Microbatch, OutputReport
 from pipetrain.run.control import Control
 from pipetrain.run.stage_weights import StageId, StageUpdates, StageWeights
-from pipetrain.schemes.actions import OPERATIONS, Action
+from pipetrain.schemes.actions import FROM_ABOVE, FROM_BELOW, Action
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.records import Transfers
-
-FROM_ABOVE = frozenset(op for op, operation in OPERATIONS.items() if "outputs" in operation.received)
-FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.received)
 
 
 class StageWork:

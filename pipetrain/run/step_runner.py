@@ -30,7 +30,7 @@ from pipetrain.run.collector import Result, Snapshot
 from pipetrain.run.control import Control, RunSettings, StoppableThread
 from pipetrain.run.gradient_exchange import Closed, here
 from pipetrain.run.stepwise import Stepwise
-from pipetrain.run.worker_rows import WorkerRows
+from pipetrain.run.worker_rows import WorkerRows, given_to
 from pipetrain.schemes.synchrony import Asynchronous
 from pipetrain.schemes.transfers.plan import Plan
 from pipetrain.trace.records import Span, Transfer, What
@@ -595,10 +595,7 @@ class OwnPaceRunner(StepRunner):
     def compute(self, worker: int, posted: Queued, values: Any) -> tuple[Result, Any]:
         """A minibatch's result, and what is to be applied, by one of the threads."""
         device = self._workers[worker].device
-        x, targets = posted.x, posted.targets
-        if is_remote(device):  # a worker does not fetch from this process: it is given what it needs
-            with tf.device(device):
-                x, targets = tf.nest.map_structure(_there, (x, targets))
+        x, targets = given_to(device, (posted.x, posted.targets))
         inputs = self._weights[0].sorted(BoundaryTensors(x, [None] * len(x)), targets)
         result, made = self._step.compute(worker, values, Rows(worker, inputs, self._whole[worker]))
         finish(device)  # what fails does so here
@@ -669,7 +666,3 @@ class OwnPaceRunner(StepRunner):
         """From another thread: a worker is lost. Whoever waits for workers is given the error."""
         super().lose(error)
         self.control.lose(error)
-
-
-def _there(tensor: Any) -> Any:
-    return None if tensor is None else tf.identity(tensor)

@@ -53,7 +53,7 @@ class Stepwise:
         self.made, self.loss_scale = 0, LossScale()
         self.output_masks: Sequence[Any] = ()
         self.snapshots: deque[Snapshot] = deque()
-        self._spans, self._transfers = Recent(Spans, pipeline.KEPT_SPANS), Recent(Transfers, pipeline.KEPT_SPANS)
+        self._record(pipeline.KEPT_SPANS)
         self._starts: deque[int] = deque(maxlen=pipeline.KEPT_SPANS)  # the first step of each run
 
     @property
@@ -76,6 +76,10 @@ class Stepwise:
         spans, sent = self._spans.columns(), self._transfers.columns()
         since_s = spans.start_s[0] if len(spans) else 0.0
         return Trace.of(spans, sent[sent.end_s >= since_s], starts=self._starts)
+
+    def _record(self, count: int) -> None:
+        """Of spans and transfers so many, the newest, are kept from now on; those that there are, are forgotten."""
+        self._recorded, self._spans, self._transfers = count, Recent(Spans, count), Recent(Transfers, count)
 
     def trace_for(self, targets: Any) -> bool:
         """Trace the gradients for labels and sample weights of these specs; whether that was to be done."""
@@ -155,8 +159,9 @@ class Stepwise:
     def _start(self) -> RunSettings:
         """Take the weights from the model."""
         settings = self._lost.unless_lost(self._settings)
-        if not settings.is_traced:
-            self._spans, self._transfers = Recent(Spans, 0), Recent(Transfers, 0)
+        count = pipeline.KEPT_SPANS if settings.is_traced else 0
+        if count != self._recorded:
+            self._record(count)
         self._lost.unless_lost(partial(self._load, settings))
         self._run, self._steps_done = settings, 0
         self._starts.append(self.made)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 
 from pipetrain.compute.cores import HOST, finish, is_prompt, is_remote, pin
-from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.functions.stage_values import BoundaryTensors, joined_rows
 from pipetrain.compute.transfers.coded import (
     CodedFunctions,
     Computed,
@@ -27,6 +27,7 @@ from pipetrain.compute.transfers.coded import (
 from pipetrain.run.channels import take
 from pipetrain.run.control import Control, StoppableThread
 from pipetrain.run.gradient_exchange import Closed, here
+from pipetrain.run.worker_rows import copied_here, given_to
 from pipetrain.schemes.coded_reduce import ROOT, Allocation, CellsPart, Tree, allocated
 from pipetrain.schemes.gradient_codes import decoding
 from pipetrain.trace.records import Recent, Span, Spans, Transfer, Transfers
@@ -322,9 +323,9 @@ class TreeWorker(StoppableThread):
         if not self._fixed:
             seeds = functions.seeds
             state = [each for n, each in enumerate(self._job.state) if n not in seeds]
-            self._fixed = [[_sent(each) for each in state], [_sent(each) for each in functions.captured]]
+            self._fixed = [[copied_here(each) for each in state], [copied_here(each) for each in functions.captured]]
         state, captured = self._fixed
-        seeds = [_sent(each) for each in step.seeds]
+        seeds = [copied_here(each) for each in step.seeds]
         return functions.compute(weights, state, seeds, captured, self._given(step, parts))
 
     def _given(self, step: TreeStep, parts: Sequence[CellsPart]) -> WorkerInputs:
@@ -333,9 +334,7 @@ class TreeWorker(StoppableThread):
         with tf.device(HOST):
             mine, targets = rows_in(step.inputs, ranges, rows), rows_in(step.targets, ranges, rows)
         masks: list[Any] = [None] * len(mine)
-        inputs = self._job.root.sorted(BoundaryTensors(mine, masks), targets)
-        if is_remote(self.device):  # else the call itself takes them
-            inputs = tf.nest.map_structure(_sent, inputs)
+        inputs = given_to(self.device, self._job.root.sorted(BoundaryTensors(mine, masks), targets))
         if rows not in self._numbers:
             if len(self._numbers) == KEPT_NUMBERS:
                 self._numbers.clear()
@@ -383,13 +382,4 @@ def arrived(messages: Messages) -> Messages:
 
 def rows_in(data: Any, ranges: Sequence[range], rows: int) -> Any:
     """The rows in these ranges, in order, of nested tensors that have so many; None stays None."""
-    if len(ranges) == 1:
-        return take(data, ranges[0], rows)
-    if not ranges:
-        return take(data, range(0), rows)
-    parts = [take(data, each, rows) for each in ranges]
-    return tf.nest.map_structure(lambda *each: None if each[0] is None else tf.concat(each, 0), *parts)
-
-
-def _sent(tensor: Any) -> Any:
-    return None if tensor is None else tf.identity(tensor)
+    return joined_rows([take(data, each, rows) for each in ranges or [range(0)]])

@@ -107,10 +107,7 @@ class WorkerRows:
                 continue
             with tf.device(HOST):
                 mine = take(x, read, count), take(targets, rows, count)
-            if is_remote(device):  # a worker does not fetch from this process: it is given what it needs
-                with tf.device(device):
-                    mine = tf.nest.map_structure(_identity, mine)
-            found.append(RowsPart(number, len(rows) / count if count else 1.0, *mine))
+            found.append(RowsPart(number, len(rows) / count if count else 1.0, *given_to(device, mine)))
         return found
 
     def _read_by(self, number: int, x: list[Any], targets: Any, count: int) -> RowsPart:
@@ -119,9 +116,8 @@ class WorkerRows:
             self._devices[number],
             tf.nest.map_structure(lambda each: each and each.parts[number], (x, targets)),
         )
-        if is_remote(device) and parts[0][0].device != device:
-            with tf.device(device):
-                parts = tf.nest.map_structure(_identity, parts)
+        if parts[0][0].device != device:
+            parts = given_to(device, parts)
         return RowsPart(number, int(parts[0][0].shape[0]) / count, *parts)
 
     def _read(self, count: int, number: int) -> range:
@@ -156,5 +152,17 @@ class _Sending(StoppableThread):
         return self._parts
 
 
-def _identity(tensor: Any) -> Any:
+def given_to(device: str, values: Any) -> Any:
+    """Nested tensors for a call on this device: a worker does not fetch from this process, and is given what it needs.
+
+    On devices of this process they are as they are.
+    """
+    if not is_remote(device):
+        return values
+    with tf.device(device):
+        return tf.nest.map_structure(copied_here, values)
+
+
+def copied_here(tensor: Any) -> Any:
+    """The tensor on the device of this scope; None stays None."""
     return None if tensor is None else tf.identity(tensor)

@@ -100,6 +100,8 @@ OPERATIONS: dict[str, Operation] = {
     "U": Operation("update", (Need("weight gradients"),), ("weights",)),
 }
 ORDERED = tuple(op for op in OPERATIONS if op != "U")  # what an order of a schedule is made of
+FROM_ABOVE = tuple(op for op, each in OPERATIONS.items() if "outputs" in each.received)  # of the stage before
+FROM_BELOW = tuple(op for op, each in OPERATIONS.items() if "input gradients" in each.received)  # of the stage after
 SENT: dict[Value, int] = {need.value: -need.stage for each in OPERATIONS.values() for need in each.needs if need.stage}
 HELD = frozenset(value for each in OPERATIONS.values() for value in each.frees)  # in memory until it is freed
 

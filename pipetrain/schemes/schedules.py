@@ -32,7 +32,7 @@ from functools import lru_cache, partial
 from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
-from pipetrain.schemes.actions import Action, held
+from pipetrain.schemes.actions import Action
 from pipetrain.schemes.splitting import rows_of
 
 Groups = Iterable[Sequence[int]]
@@ -198,11 +198,6 @@ def orders(order: Order, devices: int, minibatches: int, microbatches: int = 1) 
     """Every device's actions for ``minibatches`` minibatches of ``microbatches`` microbatches each."""
     groups = groups_of(minibatches, microbatches)
     return [list(order(device, devices, groups)) for device in range(devices)]
-
-
-def peak_in_flight(actions: Iterable[Action]) -> int:
-    """The most microbatches whose activations, or operands for W, are held at once under these actions."""
-    return max(held([*actions]), default=0)
 
 
 @lru_cache

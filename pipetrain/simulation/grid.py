@@ -202,7 +202,7 @@ class _GridStep:
     def _backward(self) -> None:
         for number in reversed(range(len(self._network.layers))):
             layer = self._network.layers[number]
-            scattered = [self._scatters(value, number) for value in layer.writes if value in self._network.trained]
+            scattered = [self._scatters(value) for value in layer.writes if value in self._network.trained]
             for device in range(self._grid.devices):
                 awaits = [n for each in scattered for n in each.get(device, [])]
                 if number == len(self._network.layers) - 1:
@@ -211,7 +211,7 @@ class _GridStep:
                 self._made["B", number, device] = self._do(device, "B", backward_s, awaits)
             self._sum(number)
 
-    def _scatters(self, value: int, maker: int) -> dict[int, list[int]]:
+    def _scatters(self, value: int) -> dict[int, list[int]]:
         """The gradients' parts that each device is sent."""
         use, found = self._uses[value], dict[int, list[int]]()
         readers = [n for n, layer in enumerate(self._network.layers) if value in layer.reads]

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipetrain.schemes.actions import OPERATIONS
+from pipetrain.schemes.actions import FROM_ABOVE, FROM_BELOW
 from pipetrain.schemes.transfers.tictac import Overlap
 from pipetrain.trace.records import Seconds, Spans, Transfers, What
 from pipetrain.trace.trace import Trace
@@ -118,9 +118,6 @@ def _together_s(starts_s: Seconds, ends_s: Seconds) -> float:
     return float(np.maximum(0.0, ends_s - np.maximum(starts_s, np.concatenate([[-np.inf], ends_s])[:-1])).sum())
 
 
-FORWARDS = [op for op, operation in OPERATIONS.items() if "outputs" in operation.received]
-BACKWARDS = [op for op, operation in OPERATIONS.items() if "input gradients" in operation.received]
-
 RESOLUTION_S = 1e-9  # of seconds that are sums of others
 Keys = NDArray[np.int64]
 Cause = Literal["transfer", "imbalance", "fill"]
@@ -227,7 +224,7 @@ def _inputs(spans: Spans, row: Keys, transfers: Transfers, row_of: Any) -> tuple
     microbatches = 1 + max(int(each.microbatch.max(initial=0)) for each in (spans, sent))
 
     def keys(rows: Keys, op: NDArray[np.str_], microbatch: NDArray[np.int32]) -> Keys:
-        kind = np.where(np.isin(op, FORWARDS), 0, np.where(np.isin(op, BACKWARDS), 1, 2))  # what is sent: F or B
+        kind = np.where(np.isin(op, FROM_ABOVE), 0, np.where(np.isin(op, FROM_BELOW), 1, 2))  # what is sent: F or B
         of_rows: Keys = (3 * rows + kind) * microbatches
         return of_rows + microbatch
 

@@ -73,6 +73,17 @@ def test_the_environment_may_ask_for_it(monkeypatch):
         monkeypatch.setenv("PIPETRAIN_STATUS_PORT", str(taken.getsockname()[1]))
         pm.fit(x, y, verbose=0)
     assert len(seen) == 1 and own.port not in (0, port)
+    monkeypatch.setenv("PIPETRAIN_STATUS_PORT", "http")
+    with pytest.raises(ValueError, match=r"A port is a number.*PIPETRAIN_STATUS_PORT='http'"):
+        pm.fit(x, y, verbose=0)
+
+
+def test_a_fit_of_which_no_epoch_is_left_has_a_page_too():
+    page, seen = StatusPage(0), []
+    looking = keras.callbacks.LambdaCallback(on_train_end=lambda logs: seen.append(json.loads(got(page.port))))
+    pm = networks.pipeline(networks.mlp(), stages=2)
+    pm.fit(*networks.data(60), epochs=1, initial_epoch=1, verbose=0, callbacks=[page, looking])
+    assert [(each["state"], each["step"], each["last_epoch"]) for each in seen] == [("has ended", 0, {})]
 
 
 def free_port():

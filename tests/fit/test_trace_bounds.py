@@ -90,6 +90,21 @@ def test_without_a_trace_nothing_is_recorded_and_training_is_the_same(way):
     networks.assert_close(*weights)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("way", parameters.by_default(["threads", *WAYS], "threads", "1f1b", "all-reduce"))
+def test_a_trace_that_is_wanted_again_is_of_the_fits_since_then(way, monkeypatch):
+    if way == "threads":
+        inside.by_threads(monkeypatch)
+    x, y = networks.data(BATCH * 2)
+    pm, found = made("1f1b" if way == "threads" else way), []
+    for is_wanted in (True, False, True):
+        pm.is_traced = is_wanted
+        pm.fit(x, y, BATCH, shuffle=False, verbose=0)
+        found.append(len(pm.trace.spans))
+    first, without, again = found
+    assert (without, again) == (0, first) and first > 0
+
+
 @pytest.mark.parametrize("value", ["no", 1000, None])
 def test_a_trace_is_kept_or_not(value):
     pm = pipetrain.PipelineModel(networks.mlp(), stages=2, scheme="spectrain")

@@ -558,7 +558,7 @@ def test_only_the_loss_of_a_worker_of_ours_ends_with_its_status(error, status, m
 def test_impossible_learning_rates_are_refused(rate, capsys):
     with pytest.raises(SystemExit):
         run.main(["--learning-rate", rate])
-    assert "a finite number of at least 0 is needed" in capsys.readouterr().err
+    assert "is not a number from 0 up" in capsys.readouterr().err
 
 
 @pytest.mark.wide

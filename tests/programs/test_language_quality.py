@@ -98,7 +98,8 @@ def test_the_table_has_differences_seed_by_seed():
         (["--batch-size=4", "--scheme=spectrain/target/M=8"], "Try at most 4 microbatches"),
     ],
 )
-def test_what_cannot_be_is_said_before_training(arguments, said, tmp_path, capsys):
+def test_what_cannot_be_is_said_before_training(arguments, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(language_quality, "start_tensorflow", lambda devices: None)
     with contextlib.suppress(SystemExit):
         assert language_quality.main([*arguments, f"--output={tmp_path}"]) == 2
     assert said in " ".join(capsys.readouterr().err.split())

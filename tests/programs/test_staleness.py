@@ -76,6 +76,12 @@ def test_more_stages_than_layers(tmp_path, capsys):
     assert "Try at most --stages 3." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", ["--momentum=0", "--momentum=1", "--optimizer=adam", "--optimizer=nesterov"])
+def test_what_spike_compensation_is_not_for_is_told_before_any_run(given, tmp_path, capsys):
+    assert staleness.main([given, "--policy=single", "--policy=spike-compensation", f"--output={tmp_path}"]) == 2
+    assert "Try --optimizer momentum --momentum 0.9" in capsys.readouterr().err
+
+
 def test_what_has_ended_is_read_again_if_it_is_the_same(tmp_path):
     assert recorded(RUN, tmp_path) is None
     outcome = Outcome(0.75, 0.5)

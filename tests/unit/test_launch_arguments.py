@@ -37,6 +37,9 @@ def script(tmp_path, monkeypatch):
         ("--hosts a --ssh nosuch train.py", "There is no such program. Received: --ssh nosuch. Try"),
         ("--hosts a --ssh '/x train.py", "is no command: no closing quotation"),
         ("--hosts a --python= train.py", "argument --python: '' is no command"),
+        ("--local 2 --port 3000 train.py", "Received: --port, --local 2. Try leaving it out."),
+        ("--local 2 --plain --ssh ssh train.py", "Received: --ssh and --plain, --local 2. Try leaving it out."),
+        ("--hosts a,b --port 3000 --job x train.py", "Received: --port and --job, --hosts a,b. Try leaving it out."),
         ("--hosts a --plain --port 0 train.py", "argument --port: 0 is a port that the other processes would not know"),
     ],
 )

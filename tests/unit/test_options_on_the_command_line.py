@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from pipetrain.cli.arguments import SCHEMES, Folded, add_scheme_options, listed
+from pipetrain.cli.arguments import SCHEMES, Folded, add_scheme_options, cores, from_zero, horizon, listed, part
 from pipetrain.cli.main import main
 from pipetrain.schemes.grid import Grid
 from pipetrain.schemes.options import OPTIONS, owners, with_options
@@ -167,6 +167,38 @@ def test_help_lists_options_under_their_schemes(command, wanted, capsys, monkeyp
     parts = {part.partition(":\n")[0]: part for part in re.split(r"^(?=options of )", said, flags=re.M)[1:]}
     for option, ((group, _),) in flags(expected).items():
         assert f"\n  --{option.replace('_', '-')} " in parts[group.title]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (from_zero, "0.0", 0),
+        (from_zero, "1e3", 1000),
+        (horizon, "0.0", 0),
+        (part, "1", 1),
+        (cores, "0,2-3", [0, 2, 3]),
+        (cores, "1-1", [1]),
+    ],
+)
+def test_what_is_written_has_a_value(kind, text, value):
+    assert kind(text) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [(from_zero, text) for text in ("-1", "nan", "inf", "x")]
+    + [(part, text) for text in ("1.5", "-0.1", "nan")]
+    + [(cores, text) for text in ("3-1", "0,3-1", "1-2-3", "", "-1")],
+)
+def test_what_has_no_value_is_refused_with_its_text(kind, text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^'{text}' (is not a number from 0|names no cores)"):
+        kind(text)
+
+
+def test_what_only_the_balance_has_is_not_left_unread(capsys):
+    command = ["plan", "m.keras", "--devices", "2", "--overlap", "0.5", "--as-printed"]
+    assert main(command) == 2
+    assert "Received: --overlap and --as-printed. Try it with --balance." in capsys.readouterr().err
 
 
 def test_lists_are_as_wide_as_the_terminal(monkeypatch):

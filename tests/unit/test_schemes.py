@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipetrain.schemes import dry_run, policies, schedules
-from pipetrain.schemes.actions import OPERATIONS, Action
+from pipetrain.schemes.actions import OPERATIONS, Action, held
 from pipetrain.schemes.table import SCHEMES, check_name, scheme
 from pipetrain.schemes.weight_versions import WeightVersions, steady_staleness
 
@@ -66,7 +66,7 @@ def test_every_schedule_finishes(stages, minibatches, microbatches):
         if schedule is schedules.asynchronous:
             assert len(steps) <= 2 * (total + warm_up)
             for stage, order in enumerate(orders):
-                assert schedules.peak_in_flight(order) == min(total, stages - stage)
+                assert max(held(order)) == min(total, stages - stage)
 
 
 def test_a_deadlock_is_shown_where_it_is():

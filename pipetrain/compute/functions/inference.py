@@ -69,7 +69,7 @@ class Inference:
             with tf.device(self.device):
                 concrete = self._traced(inputs, list(masks))
             output = concrete.structured_outputs[0]
-            self._masks = [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
+            self._masks = specs(output.masks)
             self._forward, self.calls_python = self._kernels.of(concrete), calls_python(concrete)
             self._traced_for = list(masks)  # at last: an interrupt may have come before
         return self._masks

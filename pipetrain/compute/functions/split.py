@@ -149,9 +149,9 @@ def symbolic_gradients(halves: SplitFunction) -> list[Any]:
     return list(by_weight)
 
 
-def specs(values: Sequence[Any]) -> list[tf.TensorSpec]:
-    """Shapes and types of tensors or variables."""
-    return [tf.TensorSpec(value.shape, value.dtype) for value in values]
+def specs(values: Sequence[Any]) -> list[Any]:
+    """Shapes and types of tensors or variables; None stays None."""
+    return [None if value is None else tf.TensorSpec(value.shape, value.dtype) for value in values]
 
 
 def size_bytes(spec: tf.TensorSpec) -> int:

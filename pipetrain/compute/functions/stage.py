@@ -14,6 +14,7 @@ import tensorflow as tf
 from pipetrain.compute.cores import LOCAL_HOST, is_processor, is_remote
 from pipetrain.compute.functions.backward import Backward, BackwardAdditions, Results, added
 from pipetrain.compute.functions.kernels import Kernels, calls_python
+from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction, penalty_gradient
 from pipetrain.compute.functions.stage_values import (
     BackwardResult,
@@ -236,7 +237,7 @@ class Stage:
         self.unreached = [n for n, flow in enumerate(self.segment.differentiable) if flow and not next(reached)]
         output, _, penalty, _ = halves.forward.structured_outputs[0]
         self.is_penalized = penalty is not None
-        return [mask if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in output.masks]
+        return specs(output.masks)
 
     def _bound(self, concrete: Any) -> BoundFunction:
         return BoundFunction(concrete, self._groups.all, self._constants, self._kernels)

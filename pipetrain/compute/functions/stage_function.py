@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.kernels import Kernels
 from pipetrain.compute.functions.split import SplitFunction, specs, split, symbolic_gradients
-from pipetrain.compute.functions.split import specs as specs_of
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.state import State
 from pipetrain.compute.functions.weight_binding import any_rows
@@ -50,6 +49,23 @@ def as_mean(penalty: tf.Tensor, share: Any) -> tf.Tensor:
     return penalty if penalty.shape.rank == 0 else penalty[0] + penalty[1] / share
 
 
+def joined_loss(losses: Sequence[tuple[tf.Tensor, Any]], penalties: Sequence[tuple[tf.Tensor, Any]]) -> tf.Tensor:
+    """A minibatch's loss from those of its parts, each with its share: the sum of all, as ``float32``.
+
+    Losses of single rows are concatenated, each with the penalties added.
+    """
+    terms, added = [_scaled(*each) for each in losses], [_scaled(*each) for each in penalties]
+    if terms[0].shape.rank:
+        return sum(added, start=tf.concat(terms, 0))
+    terms += added
+    return terms[0] if len(terms) == 1 else tf.add_n(terms)
+
+
+def _scaled(value: tf.Tensor, factor: Any) -> tf.Tensor:
+    value = tf.cast(value, tf.float32)
+    return value if isinstance(factor, float) and factor == 1.0 else value * factor
+
+
 def penalty_gradient(spec: tf.TensorSpec, scaled_share: Any, scale: Any) -> Any:
     """The output gradient of a ``total_penalty`` of this form, in a loss that is multiplied by the ``scale``.
 
@@ -66,15 +82,15 @@ def summed_over_rows(segment: Segment, masks: Sequence[Any], training: bool) -> 
     """
     state = [tf.convert_to_tensor(variable.value) for variable in segment.non_trainable_variables]
     weights = [tf.convert_to_tensor(variable.value) for variable in segment.trainable_variables]
-    specs = [tf.TensorSpec([None, *(size or UNKNOWN for size in x.shape[1:])], x.dtype) for x in segment.inputs]
+    like = [tf.TensorSpec([None, *(size or UNKNOWN for size in x.shape[1:])], x.dtype) for x in segment.inputs]
     masks = [None if mask is None else tf.TensorSpec([None, *_sizes(mask)[1:]], mask.dtype) for mask in masks]
 
     def added(state: Any, tensors: Any, masks: Any) -> Any:
         losses = segment.added_losses(weights, state, tensors, masks, training)
         return [tf.cast(tf.reduce_sum(each), tf.float32) for each in losses]
 
-    function = tf.function(added, autograph=False).get_concrete_function(specs_of(state), specs, masks)
-    tensors, given = [_sample(spec, n) for n, spec in enumerate(specs)], [_ones(mask) for mask in masks]
+    function = tf.function(added, autograph=False).get_concrete_function(specs(state), like, masks)
+    tensors, given = [_sample(spec, n) for n, spec in enumerate(like)], [_ones(mask) for mask in masks]
 
     def of(rows: slice, state: Any = state) -> Any:
         part = [each[rows] for each in tensors], [None if each is None else each[rows] for each in given]

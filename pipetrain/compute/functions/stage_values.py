@@ -62,6 +62,13 @@ def without_rows(like: tf.Tensor) -> tf.Tensor:
     return tf.zeros([0, *(size or 0 for size in like.shape[1:])], like.dtype)
 
 
+def joined_rows(parts: Sequence[Any]) -> Any:
+    """The rows of all parts, which are nested alike, one after another; None stays None."""
+    if len(parts) == 1:
+        return parts[0]
+    return tf.nest.map_structure(lambda *rows: None if rows[0] is None else tf.concat(rows, 0), *parts)
+
+
 class Forward(NamedTuple):
     """The results of a stage's forward: outputs, the loss (last stage), its layers' own losses, and ``kept``.
 

@@ -53,10 +53,8 @@ def _is_declared(symbol: Any) -> bool:
 
 def _traced(call: Call, symbols: Sequence[Any], known: dict[int, Any]) -> Iterator[Any]:
     """The specs of the call's outputs."""
-    reads = list(dict.fromkeys(call.reads))
-    nothing = [False] * len(symbols)
-    segment = Segment([call], reads, call.writes, symbols, nothing[: len(reads)], nothing[: len(call.writes)])
-    given = [known.get(value) or tf.TensorSpec(symbols[value].shape, symbols[value].dtype) for value in reads]
+    segment = Segment.of_call(call, symbols)
+    given = [known.get(value) or tf.TensorSpec(symbols[value].shape, symbols[value].dtype) for value in segment.reads]
     with keras.StatelessScope():
         made = tf.function(segment.values, autograph=False).get_concrete_function(given).structured_outputs
     return map(tf.type_spec_from_value, made)

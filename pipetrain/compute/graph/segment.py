@@ -104,6 +104,12 @@ class Segment(keras.Layer):
         trained = [each for each in super().trainable_variables if id(each) not in self._unread]
         self._sides = Sides(trained, super().non_trainable_variables)
 
+    @classmethod
+    def of_call(cls, call: Call, symbols: Sequence[Any]) -> Segment:
+        """One call alone, of which nothing needs a gradient."""
+        reads = list(dict.fromkeys(call.reads))
+        return cls([call], reads, call.writes, symbols, [False] * len(reads), [False] * len(call.writes))
+
     @property
     def trainable_variables(self) -> list[keras.Variable]:
         """Keras', without weights that no call here reads."""

@@ -82,10 +82,8 @@ class _Reading(keras.StatelessScope):
 
 def _read(call: Call, symbols: Sequence[Any]) -> set[int]:
     """The variables that a call reads; all of its layer's where it cannot be traced by itself."""
-    reads = list(dict.fromkeys(call.reads))
-    nothing = [False] * len(symbols)
-    segment = Segment([call], reads, call.writes, symbols, nothing[: len(reads)], nothing[: len(call.writes)])
-    given = [tf.TensorSpec(symbols[value].shape, symbols[value].dtype) for value in reads]
+    segment = Segment.of_call(call, symbols)
+    given = [tf.TensorSpec(symbols[value].shape, symbols[value].dtype) for value in segment.reads]
     reading = _Reading()
     try:
         with reading:

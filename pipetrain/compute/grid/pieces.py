@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 import keras
 import tensorflow as tf
 
+from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.graph_rewrite import sharing_constants, unpacker
 from pipetrain.compute.functions.kernels import Kernels
-from pipetrain.compute.functions.split import SplitFunction
+from pipetrain.compute.functions.split import SplitFunction, specs
 from pipetrain.compute.functions.stage_function import LossFunction, StageFunction
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.functions.state import Division, State
@@ -66,8 +67,7 @@ class TracedSegment:
     @property
     def output_masks(self) -> list[Any]:
         """Specs of the masks of what it makes."""
-        masks = self.halves.forward.structured_outputs[0][0].masks
-        return [None if mask is None else tf.TensorSpec(mask.shape, mask.dtype) for mask in masks]
+        return specs(self.halves.forward.structured_outputs[0][0].masks)
 
     @property
     def gradients(self) -> list[Any]:
@@ -209,7 +209,7 @@ def _narrow(chain: Chain, layer: WideLayer, width: int) -> Segment:
     """A device's part of a wide layer."""
     whole = chain.apart(layer.block, layer.block + 1)
     (read,) = whole.inputs
-    with tf.device("/device:CPU:0"):
+    with tf.device(HOST):
         x = keras.Input(read.shape[1:], dtype=read.dtype)
         segment = Chain(keras.Model(x, layer.narrowed(width)(x))).segment(0, 1)
     segment.differentiable = list(whole.differentiable)
@@ -367,5 +367,9 @@ class Value:
         if not self._channels:
             return self._group.rows(tensor, rank)
         axis, channels = self._channels
-        own = channels[rank]
-        return tensor[(slice(None),) * axis + (slice(own.start, own.stop),)]
+        return channels_of(tensor, axis, channels[rank])
+
+
+def channels_of(tensor: tf.Tensor, axis: int, own: range) -> tf.Tensor:
+    """These channels of a tensor that has all of them on an axis."""
+    return tensor[(slice(None),) * axis + (slice(own.start, own.stop),)]

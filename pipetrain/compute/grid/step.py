@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.backward import over_stages
 from pipetrain.compute.functions.flat_values import packing_captures
+from pipetrain.compute.functions.split import specs
 from pipetrain.compute.functions.stage_function import as_mean
 from pipetrain.compute.functions.stage_values import BoundaryTensors
 from pipetrain.compute.grid.pieces import ModelGroup, Piece, PieceResult, Value
@@ -211,7 +212,7 @@ class GridStep:
 
     def __init__(self, weights: GridWeights, workers: Sequence[Worker], host: str) -> None:
         self.weights, self.workers, self.host = weights, list(workers), host
-        self._like = [tf.TensorSpec(each.shape, each.dtype) for each in weights.segment.inputs], weights.targets
+        self._like = specs(weights.segment.inputs), weights.targets
         self._functions: dict[Any, Any] = {}
         self._sent: dict[Any, list[RecordedMessage]] = {}
 

@@ -17,7 +17,7 @@ from pipetrain.compute.functions.state import Division
 from pipetrain.compute.functions.weight_groups import WeightGroup
 from pipetrain.compute.graph.blocks import Chain
 from pipetrain.compute.graph.wide_layers import WideLayer
-from pipetrain.compute.grid.pieces import Masks, pieces_of
+from pipetrain.compute.grid.pieces import Masks, channels_of, pieces_of
 from pipetrain.compute.optimizer.gradient_scaling import SCALE, squared_norm, stepping
 from pipetrain.compute.transfers.message import Gradients, sent
 from pipetrain.compute.transfers.weights import likes
@@ -87,8 +87,7 @@ class GridWeights(Stage):
         if id(weight) not in self._axes or value.shape != weight.shape:
             return value
         axis, channels = self._axes[id(weight)]
-        own = channels[rank]
-        return value[(slice(None),) * axis + (slice(own.start, own.stop),)]
+        return channels_of(value, axis, channels[rank])
 
     def load(self, iterations: int = 0, replica: int = 0) -> None:
         """Take weights and state from the model, and what the optimizer has gathered, to the devices."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 from pipetrain.compute.cores import is_prompt, is_remote
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import BoundaryTensors
-from pipetrain.compute.program.stage_trace import Output, Share
+from pipetrain.compute.program.stage_trace import Share
 from pipetrain.schemes.programs import Program
 from pipetrain.schemes.splitting import Parts, RowsPiece
 
@@ -299,31 +299,3 @@ class ProgramResult(NamedTuple):
     sizes: tf.Tensor | None
     snapshots: list[Any]
     held: list[tf.Tensor]
-
-
-def joined_loss(outputs: Sequence[Output]) -> tf.Tensor:
-    """A minibatch's loss from those of its parts: ``sum(share of the loss * loss + share of the rows * penalty)``.
-
-    Losses of single rows are concatenated, each with the penalty added.
-    """
-    terms = [_scaled(each.loss, each.share.of_loss) for each in outputs]
-    added = [_scaled(each.penalty, each.share.of_minibatch) for each in outputs if each.penalty is not None]
-    if terms[0].shape.rank:
-        return sum(added, start=tf.concat(terms, axis=0))
-    terms += added
-    return terms[0] if len(terms) == 1 else tf.add_n(terms)
-
-
-def _scaled(value: tf.Tensor, factor: Any) -> tf.Tensor:
-    value = tf.cast(value, tf.float32)
-    return value if isinstance(factor, float) and factor == 1.0 else value * factor
-
-
-def joined_predictions(parts: Sequence[BoundaryTensors]) -> BoundaryTensors:
-    """The rows of all parts one after another."""
-    tensors, masks = (zip(*each, strict=True) for each in zip(*parts, strict=True))
-    return BoundaryTensors([_whole(rows) for rows in tensors], [_whole(rows) for rows in masks])
-
-
-def _whole(rows: Sequence[Any]) -> Any:
-    return rows[0] if len(rows) == 1 or rows[0] is None else tf.concat(rows, 0)

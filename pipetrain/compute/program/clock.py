@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from pipetrain.compute.cores import is_processor, processor_of
 from pipetrain.schemes.actions import Action
 from pipetrain.schemes.splitting import Parts
 from pipetrain.trace.records import Span, Spans, Transfer, Transfers, What
@@ -150,9 +151,7 @@ def sizes_of(values: Any) -> tuple[int, int]:
 
 def _processor(device: str) -> str:
     """The device, or the first CPU device of the same process: others have no clock."""
-    spec = tf.DeviceSpec.from_string(device)
-    is_processor = spec.device_type == "CPU"
-    return device if is_processor else str(spec.replace(device_type="CPU", device_index=0).to_string())
+    return device if is_processor(device) else processor_of(device)
 
 
 class ProgramTimes:

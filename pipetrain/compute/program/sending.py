@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipetrain.compute.cores import is_prompt
+from pipetrain.compute.functions.stage_values import joined_rows
 from pipetrain.compute.program.arguments import Arguments, Settings
 from pipetrain.compute.program.clock import Clock, Crossing
 from pipetrain.compute.program.stage_trace import ForwardMessage, StagePlace
@@ -52,12 +53,12 @@ class Sending:
         sink = _sink(op, place.stage)
         if self._cuts is not None and 0 <= sink < len(self._devices):
             if op == "F":
-                values = values._replace(values=self._messages(op, place, sink, microbatch, values.values))
+                values = values._replace(values=self._messages(place, sink, microbatch, values.values))
             else:
-                values = self._messages(op, place, sink, microbatch, values)
+                values = self._messages(place, sink, microbatch, values)
         self._made[op, place.stage, place.replica, microbatch] = values
 
-    def _messages(self, op: What, place: StagePlace, sink: int, microbatch: int, values: Any) -> Any:
+    def _messages(self, place: StagePlace, sink: int, microbatch: int, values: Any) -> Any:
         """What a replica sends, by the replicas that receive it; None if it has no rows."""
         if values is None:
             return None
@@ -126,7 +127,8 @@ class Sending:
             values = values_of(self._made[op, source, piece.sender, microbatch])
             if piece.receiver == place.replica and values is not None:
                 found.append(self._sent(op, values, source, place, piece, microbatch))
-        return _joined(found, self._device(place))
+        with tf.device(self._device(place)):
+            return joined_rows(found) if found else None
 
     def _pieces(self, microbatch: int, source: int, sink: int) -> list[RowsPiece]:
         parts, number = self._settings.part(microbatch)
@@ -195,11 +197,3 @@ def _moved(values: Any, device: str) -> Any:
 
 def _is_on(tensor: Any, device: str) -> bool:
     return tensor is None or tensor.device == device
-
-
-def _joined(parts: Sequence[Any], device: str) -> Any:
-    """The rows of all parts one after another; None if there are none."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    with tf.device(device):
-        return tf.nest.map_structure(lambda *rows: None if rows[0] is None else tf.concat(rows, 0), *parts)

@@ -121,7 +121,6 @@ class StageTrace:
         self._own = WeightVersions(*at, Newest, lambda ahead: stage.weights(Newest(ahead)))
         self.shared = [WeightVersions(*at, Newest, _keep(group), min(group.holders)) for group in stage.shared]
         self._saved: dict[int, SavedForBackward | Operands | None] = {}
-        self._penalties: dict[int, tf.Tensor | None] = {}
         self.gathered: list[Any] | None = None
         self.has_updated = False  # the stage's own weights, in the call of the last backward
         self.outputs: dict[int, Output] = {}
@@ -148,12 +147,11 @@ class StageTrace:
 
     def begin_update(self, microbatch: int, versions: WeightVersions | None = None) -> list[tf.Operation]:
         """Before an update by this microbatch's minibatch: its rate, and old versions that are still read."""
-        graph = tf.compat.v1.get_default_graph() if tf.inside_function() else None
-        before = len(graph.get_operations()) if graph else 0
+        effects = effects_from_here()
         if (rate := self._rates.get(microbatch // self._microbatches)) is not None:
             self.stage.assign_rate(rate, None if versions is None else self.shared.index(versions))
         (versions or self._own).before_update()
-        return [each for each in graph.get_operations()[before:] if each.op_def.is_stateful] if graph else []
+        return effects()
 
     def _weights(self, microbatch: int, backward: bool = False) -> Any:
         read = WeightVersions.backward if backward else WeightVersions.forward
@@ -278,6 +276,21 @@ class StageTrace:
     def step(self, microbatch: int, versions: WeightVersions | None = None) -> Step:
         """The inputs of the update by this microbatch's minibatch; the rate is in the optimizer's variable."""
         return Step(None, (versions or self._own).staleness(self._first + microbatch), self.scale)
+
+
+def effects_from_here() -> Callable[[], list[tf.Operation]]:
+    """Gives a function that tells which operations with an effect have been traced since; none if nothing is traced.
+
+    Not those that read the clock: they wait for what they time alone, which may be nothing of the calls before.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+
+    def made() -> list[tf.Operation]:
+        since = graph.get_operations()[before:]
+        return [each for each in since if each.op_def.is_stateful and each.type != "Timestamp"]
+
+    return made
 
 
 def _keep(group: Any) -> Any:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.backward import over_stages
-from pipetrain.compute.functions.split import size_bytes
+from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.functions.stage_values import Step
 from pipetrain.compute.functions.weight_groups import WeightGroup
 from pipetrain.compute.program.clock import Clock, Crossing
-from pipetrain.compute.program.stage_trace import StageTrace
+from pipetrain.compute.program.stage_trace import StageTrace, effects_from_here
 from pipetrain.schemes.splitting import reduction_bytes, shared_out
 
 Gradients = list[Any]
@@ -109,7 +109,7 @@ class Sums:
             size = self._sent_bytes(stage, replica)
             clock.crossings.append(Crossing("R", microbatch, (stage, replica, stage, replica), ended, there, size))
         for group in shared if replica == 0 else ():
-            size = sum(each.shape.num_elements() * each.dtype.size for each in map(_spec, group.variables))
+            size = sum(map(size_bytes, specs(group.variables)))
             above = [each for each in group.holders if each < stage][-1:]
             others = above or [each for each in group.holders if each > stage]
             for other in others:
@@ -119,8 +119,8 @@ class Sums:
     def _sent_bytes(self, stage: int, replica: int) -> int:
         """What a replica sends the others of a stage's gradients, and of their sums."""
         first, replicas = self._traces[stage][0].stage, len(self._traces[stage])
-        apart = others(first)
-        sizes = {n: size_bytes(_spec(first.variables[n])) for n in apart}
+        apart, like = others(first), specs(first.variables)
+        sizes = {n: size_bytes(like[n]) for n in apart}
         owned = sum(sizes[n] for n in owners(first, apart, replicas)[replica])
         messages = 0 if first.sums is None else (replicas - 1) * first.sums.sent_bytes
         return reduction_bytes(sum(sizes.values()), owned, replicas) + messages
@@ -186,23 +186,22 @@ class Sums:
 
         A message leaves when its gradients are there and the replica's message of the minibatch before has been made.
         """
-        sums, number_on, graph = traces[0].stage.sums, self._number_on, tf.compat.v1.get_default_graph()
+        sums, number_on = traces[0].stage.sums, self._number_on
         assert number_on is not None
-        first, messages, found = len(graph.get_operations()), [], []
+        effects, messages, found = effects_from_here(), [], []
         with tf.control_dependencies(None):
             for replica, trace in enumerate(traces):
                 if trace.gathered is not None:
-                    key, before = (trace.place.stage, replica), len(graph.get_operations())
+                    key, of_message = (trace.place.stage, replica), effects_from_here()
                     with tf.device(trace.device), tf.control_dependencies(self._before.get(key, [])):
                         step = number_on(trace.device) + minibatch
                         messages.append(sums.encoded(replica, trace.gathered, step))
-                    self._before[key] = [each for each in graph.get_operations()[before:] if each.op_def.is_stateful]
+                    self._before[key] = of_message()
             for replica, trace in enumerate(traces):
                 there = [moved(each, trace.device) for each in messages]
                 with tf.device(trace.device):
                     found.append(sums.added(replica, there, number_on(trace.device) + minibatch))
-        made = graph.get_operations()[first:]
-        self.sending |= {each.name: each for each in made if each.op_def.is_stateful}
+        self.sending |= {each.name: each for each in effects()}
         return found
 
     # What all stages learn of each other
@@ -237,10 +236,6 @@ class Sums:
             return None
         _, finite = self._summaries()
         return tf.reduce_all(tf.stack([moved(each, host) for each in finite]))
-
-
-def _spec(variable: Any) -> tf.TensorSpec:
-    return tf.TensorSpec(variable.shape, variable.dtype)
 
 
 def others(stage: Stage) -> list[int]:
@@ -427,17 +422,12 @@ class LateSums(Sums):
     def catch_up(self, trace: StageTrace, number: int, version: int) -> None:
         """Make the updates of a copy of shared weights up to a version, whose gradients another stage completes."""
         group, versions = trace.stage.shared[number], trace.shared[number]
-        graph = tf.compat.v1.get_default_graph() if tf.inside_function() else None
         before: list[tf.Operation] = []
         while (minibatch := versions.version - trace.base) < version:
-            completed, number_of_operations = self._handed[group.holders, minibatch], 0
+            completed, effects = self._handed[group.holders, minibatch], effects_from_here()
             with tf.control_dependencies(before):
-                if graph is not None:
-                    number_of_operations = len(graph.get_operations())
                 gradients = [moved(each, trace.device) for each in completed.gradients]
                 begun = trace.begin_update(minibatch * self._microbatches, versions)
                 with tf.control_dependencies(begun):
                     group.apply(gradients, Step(None, completed.staleness, trace.scale))
-            if graph is not None:
-                made = graph.get_operations()[number_of_operations:]
-                before = [each for each in made if each.op_def.is_stateful]
+            before = effects()

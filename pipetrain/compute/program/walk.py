@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipetrain.compute.functions.stage import Stage
-from pipetrain.compute.functions.stage_values import BoundaryTensors
+from pipetrain.compute.functions.stage_function import joined_loss
+from pipetrain.compute.functions.stage_values import BoundaryTensors, joined_rows
 from pipetrain.compute.program.arguments import (
     FIRST,
     LAST,
@@ -19,21 +20,17 @@ from pipetrain.compute.program.arguments import (
     MinibatchResult,
     ProgramResult,
     Settings,
-    joined_loss,
-    joined_predictions,
 )
 from pipetrain.compute.program.clock import Clock, Timed
 from pipetrain.compute.program.sending import Sending
-from pipetrain.compute.program.stage_trace import ForwardMessage, HeldStage, StagePlace, StageTrace
+from pipetrain.compute.program.stage_trace import ForwardMessage, HeldStage, StagePlace, StageTrace, effects_from_here
 from pipetrain.compute.program.sums import LateSums, Sums
 from pipetrain.compute.transfers.compression import messages_of_cuts
-from pipetrain.schemes.actions import OPERATIONS, Action
+from pipetrain.schemes.actions import FROM_ABOVE, FROM_BELOW, OPERATIONS, Action
 from pipetrain.schemes.programs import Call, Program
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.trace.records import What
 
-FROM_ABOVE = frozenset(op for op, operation in OPERATIONS.items() if "outputs" in operation.received)
-FROM_BELOW = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.received)
 SENDS_UP = frozenset(op for op, operation in OPERATIONS.items() if "input gradients" in operation.makes)
 BOTH = frozenset({"FB", "FI"})
 Failed = Callable[[Exception, StagePlace, Call], None]
@@ -178,8 +175,8 @@ class Walk:
         units = self._units()
         while any(unit.call for unit in units):
             before = sum(unit.at for unit in units)
-            for number, unit in enumerate(units):
-                self._go_on(unit, number)
+            for n, unit in enumerate(units):
+                self._go_on(unit, n)
             if before == sum(unit.at for unit in units):
                 raise RuntimeError(f"No device can go on. Received: {[str(unit.call) for unit in units]}.")
         return self._result(units)
@@ -266,7 +263,6 @@ class Walk:
         """Trace a call after the one before it on its device; what it leaves is there for others."""
         trace, is_update, version = unit.trace, call[0].op == "U", unit.trace.version
         received = self._received(call, trace.place)
-        graph = tf.compat.v1.get_default_graph()
         with tf.device(trace.device), tf.name_scope(name):
             begun = None
             has_work = not is_update or self._sums.has_work(trace) or self._is_kept(call[0])
@@ -274,7 +270,7 @@ class Walk:
                 inputs = [each.op for each in tf.nest.flatten(received) if each is not None]
                 begun = self.clock.now([*unit.last, *inputs], trace.device)
             awaited = unit.last if begun is None else [begun.op]
-            before, middle, branches = len(graph.get_operations()), None, list[tf.Operation]()
+            effects, middle, branches = effects_from_here(), None, list[tf.Operation]()
             if self._is_late and not is_update:
                 awaited = self._caught_up(trace, call, awaited)
             with tf.control_dependencies(awaited):
@@ -283,10 +279,10 @@ class Walk:
                 else:
                     ended = self.clock.actions[unit.timed].end if self.clock and unit.timed is not None else None
                     branches = self._sums.update(trace, call[0].microbatch, ended)
-            made = [each for each in _stateful(graph, before) if each.name not in self._sums.sending]
+            made = [each for each in effects() if each.name not in self._sums.sending]
             unit.last = [*made, *branches] or awaited
             if is_update and self._is_kept(call[0]):
-                self._keep(unit, call[0].microbatch // self._count, graph)
+                self._keep(unit, call[0].microbatch // self._count)
             if self.clock and begun is not None:
                 end = self.clock.now(unit.last, trace.device)
                 unit.last = [end.op]
@@ -305,23 +301,22 @@ class Walk:
 
     def _after(self, awaited: list[tf.Operation], call: Callable[[], None]) -> list[tf.Operation]:
         """What is to be waited for after a call that waits for these operations."""
-        graph = tf.compat.v1.get_default_graph()
-        before = len(graph.get_operations())
+        effects = effects_from_here()
         with tf.control_dependencies(awaited):
             call()
-        return _stateful(graph, before) or awaited
+        return effects() or awaited
 
     def _is_kept(self, action: Action) -> bool:
         """Whether weights are kept after an update."""
         return action.microbatch // self._count in self._settings.snapshots
 
-    def _keep(self, unit: _Unit, minibatch: int, graph: Any) -> None:
+    def _keep(self, unit: _Unit, minibatch: int) -> None:
         """Keep the weights and the state of a stage after an update."""
-        trace, before = unit.trace, len(graph.get_operations())
+        trace, effects = unit.trace, effects_from_here()
         if trace.place.replica == 0:
             with tf.control_dependencies(unit.last):
                 self._snapshots[minibatch, trace.place.stage] = trace.stage.snapshot()
-            unit.last = _stateful(graph, before) or unit.last
+            unit.last = effects() or unit.last
 
     def _number(self, call: Call, place: StagePlace) -> int | None:
         if call[0].op not in BOTH:
@@ -432,21 +427,14 @@ class Walk:
         numbers = range(first, first + self._count)
         done = [trace.outputs[m] for m in numbers for trace in traces if m in trace.outputs]
         with tf.device(traces[0].device):  # so that one message has all of them
-            loss, predictions = joined_loss(done), joined_predictions([each.predictions for each in done])
+            losses = [(each.loss, each.share.of_loss) for each in done]
+            penalties = [(each.penalty, each.share.of_minibatch) for each in done if each.penalty is not None]
+            loss, predictions = joined_loss(losses, penalties), joined_rows([each.predictions for each in done])
         with tf.device(self._settings.host):
             with tf.control_dependencies(list(after)):
                 loss = tf.identity(loss)
             predictions = tf.nest.map_structure(lambda each: each if each is None else tf.identity(each), predictions)
         return MinibatchResult(loss, predictions)
-
-
-def _stateful(graph: Any, before: int) -> list[tf.Operation]:
-    """The operations after the first so many that have an effect.
-
-    Not those that read the clock: they wait for what they time alone, which may be nothing of the calls before.
-    """
-    made = graph.get_operations()[before:]
-    return [each for each in made if each.op_def.is_stateful and each.type != "Timestamp"]
 
 
 def _spec_of(value: Any) -> Any:
