@@ -188,7 +188,7 @@ def with_steps(
         return profile
     trained = chain.model.trainable_variables
     numbers = {id(each): _kind_of_weight(each) for each in trained}
-    blocks = [{id(each): each for call in block.calls for each in call.weights} for block in chain.blocks]
+    weights = [{id(each): each for call in block.calls for each in call.weights} for block in chain.blocks]
     sizes = Counter[tuple[Any, ...]]()
     for each in trained:
         sizes[numbers[id(each)]] += math.prod(each.shape)
@@ -203,10 +203,10 @@ def with_steps(
         key = repr((type(optimizer).__qualname__, sorted(settings.items()), kind))
         return _once("step", key, device, place, is_kept, partial(time_step, optimizer, weight, device), float)
 
-    found = [sum(seconds(each) for each in mine.values() if id(each) in numbers) for mine in blocks]
+    found = [sum(seconds(each) for each in mine.values() if id(each) in numbers) for mine in weights]
     pairs = zip(profile.blocks, found, strict=True)
-    blocks = (replace(block, step_s=max(taken_s - block.update_s, 0.0)) for block, taken_s in pairs)
-    return replace(profile, blocks=tuple(blocks))
+    blocks = tuple(replace(block, step_s=max(taken_s - block.update_s, 0.0)) for block, taken_s in pairs)
+    return replace(profile, blocks=blocks)
 
 
 def _kind_of_weight(weight: keras.Variable) -> tuple[Any, ...]:
