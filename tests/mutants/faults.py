@@ -521,9 +521,9 @@ RUN = [
     ),
     Fault(
         "penalty-beside-a-sum",
-        "pipetrain/compute/program/arguments.py",
-        "_scaled(each.penalty, each.share.of_minibatch)",
-        "_scaled(each.penalty, each.share.of_loss)",
+        "pipetrain/compute/program/walk.py",
+        "(each.penalty, each.share.of_minibatch)",
+        "(each.penalty, each.share.of_loss)",
         "Beside a loss that is a sum over rows, regularization still counts once a minibatch.",
     ),
     Fault(
