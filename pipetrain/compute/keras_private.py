@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import keras
@@ -433,6 +434,18 @@ def built_when_traced(model: keras.Model) -> list[Any]:
     metrics, loss = model._compile_metrics, model._compile_loss
     users = [] if metrics is None else keras.tree.flatten((metrics._user_metrics, metrics._user_weighted_metrics))
     return [each for each in (metrics, loss, *users) if isinstance(each, keras.Metric | keras.losses.Loss)]
+
+
+class HookedMuon(keras.optimizers.Muon):
+    """A Muon that asks how many axes a variable counts as: two for what is a matrix, of which it makes the step."""
+
+    def axes_of(self, variable: Any) -> int:
+        """All that it has."""
+        return len(variable.shape)
+
+    def _should_use_adamw(self, variable: Any) -> bool:
+        counted = SimpleNamespace(shape=variable.shape[: self.axes_of(variable)], path=variable.path)
+        return bool(super()._should_use_adamw(counted))
 
 
 class HookedModel(keras.Model):

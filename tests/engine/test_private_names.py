@@ -157,10 +157,11 @@ def overridden(kind):
 @pytest.mark.wide
 def test_no_class_takes_a_private_name_of_its_base_in_keras():
     # A method would be called, or an attribute changed, by Keras as if it were Keras' own.
-    known = {keras_private.HookedModel, tensorflow_private.WatchedVariable}
+    known = {keras_private.HookedModel, keras_private.HookedMuon, tensorflow_private.WatchedVariable}
     taken = {each.__qualname__: overridden(each) for each in classes() if each not in known}
     assert {name: names for name, names in taken.items() if names} == {}
     assert overridden(tensorflow_private.WatchedVariable) == ["_handle"]
+    assert overridden(keras_private.HookedMuon) == ["_should_use_adamw"]
     assert overridden(keras_private.HookedModel) == ["_get_metrics_result_or_logs", "_maybe_symbolic_build"]
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import keras
 
+from pipetrain.compute.keras_private import HookedMuon
+
 
 @keras.saving.register_keras_serializable("pipetrain")
-class AttentiveMuon(keras.optimizers.Muon):
+class AttentiveMuon(HookedMuon):
     """Keras' Muon, of attentions' kernels too, which Keras' own leaves to AdamW because they have three axes.
 
     Of a kernel of shape (width, heads, size) or (heads, size, width) the matrix with its heads joined, M, is made
@@ -38,9 +39,10 @@ class AttentiveMuon(keras.optimizers.Muon):
             )
         super().__init__(learning_rate, **settings)
 
-    def _should_use_adamw(self, variable: Any) -> bool:
-        kernel = SimpleNamespace(shape=variable.shape[:2], path=variable.path)  # as if it had two axes
-        return bool(super()._should_use_adamw(kernel if len(variable.shape) == 3 else variable))
+    def axes_of(self, variable: Any) -> int:
+        """Two, as a matrix has, of what has three."""
+        axes = super().axes_of(variable)
+        return 2 if axes == 3 else axes
 
     def zeropower_via_newtonschulz5(self, x: Any, steps: int) -> Any:
         """The matrix made orthogonal."""

@@ -194,7 +194,7 @@ def with_steps(
         sizes[numbers[id(each)]] += math.prod(each.shape)
     per_element_s = sum(each.update_s for each in profile.blocks) / max(sizes.total(), 1)
     settings = {**optimizer.get_config(), "name": "", "learning_rate": 0}
-    is_kept = type(optimizer).__module__.startswith(("keras.src.", "pipetrain."))
+    is_kept = is_own(type(optimizer)) or type(optimizer).__module__.startswith("pipetrain.")
 
     def seconds(weight: keras.Variable) -> float:
         kind = numbers[id(weight)]
