@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.arguments import Folded, add_scheme, add_scheme_options, count, from_zero, positive_number
+from pipetrain.cli.arguments import Folded, add_scheme, add_scheme_options, count, from_zero, positive_number, whole
 from pipetrain.cli.given import add_common, given, schemes_of
 from pipetrain.schemes import table
 from pipetrain.schemes.coded_reduce import Tree
@@ -74,7 +74,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--slowdown", type=from_zero, default=0.0, metavar="X", help="how much actions' times vary, such as 0.1"
     )
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="of that variation (default: 0)")
+    command.add_argument("--seed", type=whole, default=0, metavar="N", help="of that variation (default: 0)")
     command.add_argument("--output", type=Path, metavar="FILE", help="write the trace, or one for each scheme")
     add_scheme_options(
         command,

@@ -1,7 +1,8 @@
-"""What many arguments have in common: that they are a count, or either on or off."""
+"""What many arguments have in common: that they are a count, a number from 0 up, or either on or off."""
 
 from __future__ import annotations
 
+import math
 from numbers import Integral
 from typing import Any
 
@@ -18,6 +19,13 @@ def checked_count(name: str, value: Any, problem: str, example: int, least: int 
     if not is_count(value, least):
         raise ValueError(f"{problem}. Received: {name}={value!r}. Try {name}={example}.")
     return int(value)
+
+
+def checked_from_zero(name: str, value: float) -> float:
+    """The argument; ValueError for what is no finite number from 0 up."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"A number from 0 up is needed. Received: {name}={value!r}. Try {name}=0.")
+    return value
 
 
 def checked_bool(name: str, value: Any, problem: str) -> bool:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.actions import Op
+from pipetrain.schemes.arguments import checked_count, checked_from_zero
 from pipetrain.schemes.transfers.plan import Message
 from pipetrain.simulation.costs import Network, Route
 from pipetrain.trace.records import What
@@ -25,12 +26,18 @@ Seconds = NDArray[np.float64]
 NO_WORK = Message()
 
 
+def checked_seed(seed: int) -> int:
+    """The argument; ValueError for what is no whole number from 0 up."""
+    return checked_count("seed", seed, "Random numbers begin with a whole number from 0 up", 0, least=0)
+
+
 def varying(slowdown: float, seed: int) -> Callable[[], float]:
     """Gives by how much longer each piece of work takes: random factors, lognormal with mean 1.
 
-    ``slowdown`` is their standard deviation; without it all are 1.
+    ``slowdown`` is their standard deviation; without it all are 1. Raises ValueError for what neither can be.
     """
-    sigma, rng = math.sqrt(math.log1p(slowdown**2)), np.random.default_rng(seed)
+    checked_from_zero("slowdown", slowdown)
+    sigma, rng = math.sqrt(math.log1p(slowdown**2)), np.random.default_rng(checked_seed(seed))
     return lambda: float(rng.lognormal(-(sigma**2) / 2, sigma)) if slowdown else 1.0
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pipetrain.plan.cluster import Cluster
 from pipetrain.plan.partition import checked_training
 from pipetrain.plan.stages import Partition, StagePlan
-from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.arguments import checked_count, checked_from_zero
 from pipetrain.schemes.options import AnyScheme, check_microbatches, name_of, scheduled
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import window as window_of
@@ -24,6 +24,7 @@ from pipetrain.schemes.table import (
 )
 from pipetrain.schemes.validation import check_own
 from pipetrain.simulation.build import REDUCTIONS, SimulationOptions, StationBuilder
+from pipetrain.simulation.kernel import checked_seed
 from pipetrain.simulation.pipeline import PipelineSimulation, VectorizedSimulation, suits
 from pipetrain.simulation.simulated_trace import trace_of_stations
 from pipetrain.simulation.stations import SimulatedCaller
@@ -107,11 +108,11 @@ def simulate(
         minibatches=checked_count("minibatches", minibatches, COUNTED, 200),
         microbatches=pieces,
         window=_window(window, len(stages), pieces, chosen),
-        caller_s=_seconds("caller_s", partition.metric_s if caller_s is None else caller_s),
-        overhead_s=_seconds("overhead_s", cluster.overhead_s if overhead_s is None else overhead_s),
+        caller_s=checked_from_zero("caller_s", partition.metric_s if caller_s is None else caller_s),
+        overhead_s=checked_from_zero("overhead_s", cluster.overhead_s if overhead_s is None else overhead_s),
         speeds=_speeds(speeds, devices),
-        slowdown=_seconds("slowdown", slowdown),
-        seed=seed,
+        slowdown=checked_from_zero("slowdown", slowdown),
+        seed=checked_seed(seed),
         reduction=_reduction(reduction),
     )
     built = StationBuilder(stages, devices, partition.batch_size, chosen, options, cluster)
@@ -205,12 +206,6 @@ def _window(given: int | None, stages: int, microbatches: int, scheme: Scheme) -
     if given is not None:
         return checked_count("window", given, COUNTED, 4)
     return window_of(stages, microbatches, scheme.schedule.flushes)
-
-
-def _seconds(name: str, value: float) -> float:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"A number from 0 up is needed. Received: {name}={value!r}. Try {name}=0.")
-    return value
 
 
 def _speeds(speeds: Sequence[float] | None, devices: Sequence[Sequence[int]]) -> Sequence[float] | None:

@@ -63,6 +63,13 @@ def test_what_is_below_a_straggler_is_left_behind_with_it():
     assert [worker for worker, count in enumerate(late) if count > 10] == [2, 9, 10, 11]
 
 
+@pytest.mark.parametrize("wrong", [{"slowdown": -0.5}, {"slowdown": float("nan")}, {"seed": 0.5}])
+def test_variations_that_there_are_none_of_are_refused(wrong):
+    (given,) = wrong.items()
+    with pytest.raises(ValueError, match="Received: {}={}. Try".format(*given)):
+        simulate_tree(profile(), 2, 2, 1, **wrong)
+
+
 def test_what_a_trace_saves_it_reads(tmp_path):
     trace = simulate_tree(profile(size_bytes=3), 2, 2, 1, minibatches=3, slowdown=0.3)
     trace.save(tmp_path / "trace.json")

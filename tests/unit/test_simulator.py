@@ -433,6 +433,7 @@ def test_every_scheme_is_simulated(scheme):
         ({"speeds": [1.0]}, r"Try speeds=\[1.0, 1.0, 1.0\]"),
         ({"speeds": [1.0, 0.0, 1.0]}, "a speed above 0"),
         ({"slowdown": -1}, "slowdown=-1"),
+        ({"seed": -1}, "seed=-1. Try seed=0"),
         ({"overhead_s": math.nan}, "overhead_s=nan"),
         ({"reduction": "tree"}, "reduction='tree'. Try one of: ring, server"),
     ],
