@@ -6,13 +6,14 @@ Or each worker's steps are functions of its own, which threads call at their own
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count, pairwise
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -344,16 +345,18 @@ class Arrivals:
                 self._next += 1
         if self._file is None or not self._file.exists():
             return
-        known = events = _events(self._file, "record") if self._file.stat().st_size else []
-        while known and known[-1].minibatch >= minibatches:
-            known = known[:-1]
+        events = _events(self._file, "record") if self._file.stat().st_size else []
+        late = takewhile(lambda each: each.minibatch >= minibatches, reversed(events))
+        known = events[: len(events) - len([*late])]
         if events and all(each[:2] != (APPLIED, minibatches - 1) for each in known):
             raise ValueError(
                 f"The record is not of the training that goes on. Received: record={str(self._file)!r}, without "
                 f"minibatch {minibatches - 1}, the last one before the checkpoint. Try another file."
             )
         if known != events:
-            self._file.write_text("".join(map(_line, known)), encoding="utf-8")
+            part = self._file.with_name(f".{self._file.name}.{os.getpid()}.part")
+            part.write_text("".join(map(_line, known)), encoding="utf-8")
+            part.replace(self._file)  # whole, or as it was
         self._is_mine = True
 
     def add(self, event: Event) -> None:
