@@ -166,6 +166,21 @@ def test_the_steps_of_muon_and_of_own_optimizers_are_measured_and_others_are_a_p
     assert len(measured) == 12
 
 
+class Whole(keras.optimizers.SGD):
+    """One that steps for several weights together alone."""
+
+    def build(self, variables):
+        assert len(variables) > 1
+        super().build(variables)
+
+
+def test_an_optimizer_that_makes_no_step_for_one_weight_alone_counts_as_sgd(monkeypatch):
+    monkeypatch.setattr(profiler, "_known", {})
+    chain = Chain(networks.mlp())
+    plain = profiler.profile_chain(chain, 4, checked_shapes(chain.model, None), "CPU:0", False)
+    assert sum(each.step_s for each in profiler.with_steps(plain, chain, Whole(), "CPU:0").blocks) < 1e-3
+
+
 def test_what_a_step_takes(monkeypatch):
     """Muon's makes a matrix orthogonal, SGD's adds; neither changes the weight."""
     weight = keras.Variable(np.ones((256, 256), "float32"))

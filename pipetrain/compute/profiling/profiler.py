@@ -181,8 +181,8 @@ def with_steps(
 
     The step of SGD with momentum, which a profile has, stands for all of Keras' optimizers but Muon. Of Muon, and of
     classes of the user's own, the step is measured for each kind of weights: of one shape and type, and a path that
-    differs by numbers alone. Kinds that have a hundredth of all weights or less take what SGD does. It is kept as for
-    ``with_codings``.
+    differs by numbers alone. Kinds that have a hundredth of all weights or less take what SGD does, and so do those of
+    which a class of the user's makes no step alone. It is kept as for ``with_codings``.
     """
     if optimizer is None or (is_own(type(optimizer)) and not isinstance(optimizer, keras.optimizers.Muon)):
         return profile
@@ -198,10 +198,14 @@ def with_steps(
 
     def seconds(weight: keras.Variable) -> float:
         kind = numbers[id(weight)]
-        if sizes[kind] <= SMALL_PART * sizes.total():
-            return per_element_s * math.prod(weight.shape)
-        key = repr((type(optimizer).__qualname__, sorted(settings.items()), kind))
-        return _once("step", key, device, place, is_kept, partial(time_step, optimizer, weight, device), float)
+        if sizes[kind] > SMALL_PART * sizes.total():
+            key = repr((type(optimizer).__qualname__, sorted(settings.items()), kind))
+            try:
+                return _once("step", key, device, place, is_kept, partial(time_step, optimizer, weight, device), float)
+            except Exception:  # whatever a class of the user's raises that is given one weight alone
+                if is_kept:
+                    raise
+        return per_element_s * math.prod(weight.shape)
 
     found = [sum(seconds(each) for each in mine.values() if id(each) in numbers) for mine in weights]
     pairs = zip(profile.blocks, found, strict=True)
