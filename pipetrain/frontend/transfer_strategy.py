@@ -74,7 +74,9 @@ def workload_of(
         used = dict.fromkeys(numbers[id(each)] for call in block.calls for each in call.weights)
         seconds = profile.trained[k].seconds if profile else Seconds(0.0, 0.0, 0.0)
         own_s = seconds.forward_s / workers, seconds.backward_s / workers
-        layers.append(Layer(tuple(used), *own_s, tuple(sorted(after)), seconds.update_s))
+        layers.append(
+            Layer(tuple(used), *own_s, tuple(sorted(after)), profile.trained[k].optimizer_s if profile else 0.0)
+        )
     return Workload(tuple(layers), tuple(map(size_bytes, specs(variables))), message, frozenset(rows))
 
 

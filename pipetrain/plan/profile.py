@@ -146,6 +146,11 @@ class BlockProfile:
         """Those of TensorFlow's own kernels."""
         return Seconds(self.forward_s, self.backward_s, self.update_s)
 
+    @property
+    def optimizer_s(self) -> float:
+        """The whole step of the optimizer: of SGD with momentum, and what its own takes beyond that."""
+        return self.update_s + self.step_s
+
     def with_kernels(self, compiled: bool) -> Seconds:
         """Those of the kernels that a stage has: XLA's, where it could compile this block, or TensorFlow's."""
         return self.compiled if compiled and self.compiled else self.seconds

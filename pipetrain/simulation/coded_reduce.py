@@ -86,7 +86,7 @@ def simulate_tree(
     whole_s = sum(block.seconds.forward_s + block.seconds.backward_s for block in blocks)
     shared = {weight: size for block in blocks for weight, size in block.shared}
     own = sum(block.weight_bytes - sum(size for _, size in block.shared) for block in blocks)
-    update_s = sum(block.seconds.update_s + block.step_s for block in blocks)
+    update_s = sum(block.optimizer_s for block in blocks)
     size_bytes = own + sum(shared.values())
     cluster = cluster or Cluster()
     caller_s = between_steps_s(profile, cluster)

@@ -239,7 +239,7 @@ class _GridStep:
             arrived = self._reduced(number, devices, [FLOAT_BYTES * own * size for size in layer.messages])
             for device in devices:
                 mine = arrived.get(device, [self._made["B", number, device]])
-                self._do(device, "B", (block.seconds.update_s + block.step_s) * own, mine)
+                self._do(device, "B", block.optimizer_s * own, mine)
 
     def _reduced(self, number: int, devices: Sequence[int], sizes: Sequence[float]) -> dict[int, list[int]]:
         """What each device awaits of the sums of a block's variables, each of which is a message of its own."""

@@ -177,8 +177,8 @@ def workload_of(profile: Profile, workers: int, message: Message) -> Workload:
                 sizes.append(size)
             variables.append(numbers[weight])
         seconds, after = block.seconds, (k - 1,) if k else ()
-        update_s = seconds.update_s + block.step_s
-        layer = Layer(tuple(variables), share * seconds.forward_s, share * seconds.backward_s, after, update_s)
+        both = share * seconds.forward_s, share * seconds.backward_s
+        layer = Layer(tuple(variables), *both, after, block.optimizer_s)
         layers.append(layer)
     return Workload(tuple(layers), tuple(sizes), message, frozenset(rows))
 
