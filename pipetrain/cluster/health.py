@@ -16,7 +16,7 @@ from pipetrain.cluster.sockets import ANSWER_S, ASK_S, MISSED, SEVER_S, missing,
 NOTICED_S = MISSED * (ASK_S + ANSWER_S)  # a worker that is lost is noticed within so long
 
 # What TensorFlow says of a worker that ended and was started anew: it knows nothing of what it was given.
-_FORGOT = ("context_id", "remote_handle", "remote workers have been restarted")
+_FORGOT = ("restarted", "incarnation", "context_id", "remote_handle")
 START_AGAIN = (
     "starting the worker again, and this program with PipelineCheckpoint among the callbacks, which goes on from the "
     "newest checkpoint; or pipetrain.connect once it answers again."
@@ -26,6 +26,7 @@ JOIN_AGAIN = (
     "anew, compile before it, or this program again with PipelineCheckpoint among the callbacks."
 )
 _TASK = re.compile(rf"/job:{JOB}/replica:\d+/task:(\d+)")
+_ASKED = re.compile(rf"remote target {_TASK.pattern}")  # who gave the error; what comes before may name others
 
 
 class WorkerLost(ConnectionError):
@@ -106,7 +107,7 @@ class HealthMonitor:
         return self.lost is not None and isinstance(error, Exception)  # else somebody wants the program to end
 
     def _named(self, error: tf.errors.OpError) -> list[str]:
-        tasks = {int(each) for each in _TASK.findall(str(error))}
+        tasks = {int(each) for each in _ASKED.findall(str(error))[:1] or _TASK.findall(str(error))}
         return [address for task, address in self._tasks.items() if task in tasks]
 
     def _ask(self, address: str) -> None:

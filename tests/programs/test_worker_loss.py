@@ -90,17 +90,25 @@ def test_other_connections_stay_open(hanging):
         accepted.close()
 
 
-def test_a_worker_that_was_started_anew_is_lost_too(impatient, monkeypatch):
+FORGOTTEN = (  # what TensorFlow says of the worker of task 1, which names itself task 0 before it joins anybody
+    "Unable to find a context_id matching the specified one. From /job:worker/replica:0/task:1",
+    'RecvTensor expects a different device incarnation: 1 vs. 2. Your worker job ("/job:worker/replica:0/task:0") was '
+    "probably restarted.\nAdditional GRPC error information from remote target /job:worker/replica:0/task:1 while "
+    "calling /tensorflow.WorkerService/RecvTensor:",
+)
+
+
+@pytest.mark.parametrize("says", FORGOTTEN, ids=["context", "incarnation"])
+def test_a_worker_that_was_started_anew_is_lost_too(impatient, monkeypatch, says):
     """It answers, but knows nothing of what it was given."""
     addresses = {f"/job:worker/replica:0/task:{n}/device:CPU:0": f"127.0.0.1:{n + 1}" for n in range(2)}
     monkeypatch.setattr(health, "worker_of", addresses.get)
     for module in (health, sockets):
         monkeypatch.setattr(module, "probed", lambda address, timeout_s: "")
-    says = "Unable to find a context_id matching the specified one. From /job:worker/replica:0/task:1"
     stages = {device: [n] for n, device in enumerate(addresses)}
     anew = r"No longer joined to a worker: 127\.0\.0\.1:2, stage 1: it answers, .* anew .*Try pipetrain\.connect"
     with pytest.raises(WorkerLost, match=anew), HealthMonitor(stages):
-        raise tf.errors.InvalidArgumentError(None, None, says)
+        raise tf.errors.AbortedError(None, None, says)
     broke = (
         r"No longer joined to workers: .*:1, stage 0: it answers, but its connection broke; .*Try pipetrain\.connect"
     )
