@@ -119,7 +119,7 @@ def simulated(cell: Cell, options: argparse.Namespace) -> list[Outcome]:
     """Every way to divide one network, the fastest of those that divide both standing for them."""
     width, processes = cell
     link = Link(bandwidth_bytes_per_s(options.bandwidth), options.latency_us * 1e-6)
-    cluster = Cluster((Level(link, contention="port"),))
+    cluster = Cluster((Level(link, contention="port"),), message_work=MESSAGE_WORK)
     slices = [parts for parts in (2, 4, 8, 16, 32) if parts <= min(processes, width)]
     profile = profile_of(width, options.rows * processes, options.depth, slices)
     alone = simulate_grid(profile_of(width, options.rows, options.depth, ()), 1, cluster, piece_s=PIECE_S).step_s
@@ -128,7 +128,7 @@ def simulated(cell: Cell, options: argparse.Namespace) -> list[Outcome]:
         best: dict[str, Outcome] = {}
         for grid in grids(processes):
             if sending == "pipetrain":
-                trace = simulate_grid(profile, processes, cluster, grid, message_work=MESSAGE_WORK, piece_s=PIECE_S)
+                trace = simulate_grid(profile, processes, cluster, grid, piece_s=PIECE_S)
                 step_s = trace.step_s
             else:
                 step_s = equation_8_s(profile, grid, link)
@@ -215,14 +215,13 @@ def measure(processes: int, widths: Sequence[int], options: argparse.Namespace) 
     tf.config.threading.set_inter_op_parallelism_threads(3)  # workers have as many: one computes, others send
     tf.config.threading.set_intra_op_parallelism_threads(1)
     import pipetrain
-    from pipetrain.cluster.bandwidth import message_work
+    from pipetrain.cluster.bandwidth import with_message_work
     from pipetrain.compute.profiling.profiler import with_slices
     from pipetrain.frontend.layout import described
 
     with pipetrain.LocalWorkers(processes) as workers:
         devices = pipetrain.connect(workers.addresses)
-        cluster = described(devices, within_functions=True)
-        work = Message(*(float(each) for each in message_work(devices, cluster)))
+        cluster = with_message_work(described(devices, within_functions=True), devices)
         empty_s = _step_s(8, 1, processes, Grid(1, processes), devices, 30)
         for width in widths:
             parts = {grid.outputs for grid in grids(processes)}
@@ -231,8 +230,8 @@ def measure(processes: int, widths: Sequence[int], options: argparse.Namespace) 
             profile = with_slices(profile, model, sorted(parts))
             for grid in grids(processes):
                 measured_s = _step_s(width, options.depth, options.rows, grid, devices, 20)
-                trace = simulate_grid(profile, processes, cluster, grid, message_work=work, piece_s=PIECE_S)
-                in_step_s = trace.step_s - cluster.overhead_s  # which ``empty_s`` has
+                trace = simulate_grid(profile, processes, cluster, grid, piece_s=PIECE_S)
+                in_step_s = trace.step_s - cluster.call_s  # which ``empty_s`` has
                 yield Measurement(processes, width, grid.outputs, grid.rows, measured_s, empty_s + in_step_s)
 
 

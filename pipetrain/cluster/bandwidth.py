@@ -16,6 +16,7 @@ import tensorflow as tf
 from pipetrain.cluster.connection import about, joins, task_of
 from pipetrain.compute.cores import HOST, cores, finish, is_remote
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link
+from pipetrain.schemes.transfers.plan import Message
 
 REPEATS = 7
 HOPS = 40  # of a message to and fro, by which its latency is measured
@@ -25,43 +26,39 @@ SMALLEST_BYTES, LARGEST_BYTES = 2**16, 2**25
 FASTEST_BYTES_PER_S = 1e11  # no copy between processes is faster, whatever other work does to the clock
 
 
-def joined(devices: Sequence[str]) -> Cluster:
-    """The cluster of these devices: what joins each two of them, and how many work at once.
+def joined(devices: Sequence[str], within_functions: bool = False) -> Cluster:
+    """The cluster of these devices: what joins each two of them, what calls take, and how many work at once.
 
     Devices of one process share its memory or PCIe; the link between each two hosts is measured, as is that between
-    processes of one host, once for as long as the workers are the same.
+    processes of one host, once for as long as the workers are the same: for messages that a thread's calls wait for,
+    and calls for each action; or, ``within_functions`` over all devices, for messages whose latency is less, and calls
+    of all devices.
     """
     _forget_former_workers()
     own = Link(SHARED_MEMORY.bandwidth_bytes_per_s)
     between = [[own] * len(devices) for _ in devices]
     for (i, first), (j, last) in combinations(enumerate(devices), 2):
-        between[i][j] = between[j][i] = _link(first, last)
+        between[i][j] = between[j][i] = _link(first, last, within_functions)
     slowest = max((link for row in between for link in row), key=lambda link: link.seconds(LARGEST_BYTES))
-    overhead_s = _overhead_s(tuple(filter(is_remote, devices)))
-    return Cluster((Level(slowest),), None, _processors(devices), tuple(map(tuple, between)), overhead_s)
+    remote = tuple(filter(is_remote, devices))
+    overhead_s, call_s = (0.0, _call_of_all_s(remote)) if within_functions else (_overhead_s(remote), 0.0)
+    return Cluster((Level(slowest),), None, _processors(devices), tuple(map(tuple, between)), overhead_s, call_s)
 
 
-def joined_within_functions(devices: Sequence[str]) -> Cluster:
-    """The same for messages within one function over these devices, whose latency is less than that of a call."""
-    cluster = joined(devices)
-    if cluster.between is None:
-        return cluster
-    between = [[*row] for row in cluster.between]
-    for (i, first), (j, last) in combinations(enumerate(devices), 2):
-        if task_of(first) != task_of(last):
-            hosts = frozenset((_host(first), _host(last)))
-            hop_s = _hop_s(hosts, *_ONE_OF.setdefault(hosts, (first, last)))
-            between[i][j] = between[j][i] = replace(between[i][j], latency_s=hop_s)
-    return replace(cluster, between=tuple(map(tuple, between)))
+def with_message_work(cluster: Cluster, devices: Sequence[str]) -> Cluster:
+    """The cluster of these devices with what messages take of their processors, which takes seconds to measure."""
+    return replace(cluster, message_work=Message(*message_work(devices, cluster)))
 
 
-def _link(first: str, last: str) -> Link:
+def _link(first: str, last: str, within_functions: bool) -> Link:
     if first == last:
         return SHARED_MEMORY
     if task_of(first) == task_of(last):
         return PCIE_3 if "GPU" in first + last else SHARED_MEMORY
     hosts = frozenset((_host(first), _host(last)))
-    return _measured(hosts, *_ONE_OF.setdefault(hosts, (first, last)))
+    between = hosts, *_ONE_OF.setdefault(hosts, (first, last))
+    link = _measured(*between)
+    return replace(link, latency_s=_hop_s(*between)) if within_functions else link
 
 
 _ONE_OF: dict[frozenset[str], tuple[str, str]] = {}  # devices by which the link between two hosts is measured
@@ -70,7 +67,7 @@ _KNOWN_AT = {"joins": 0}  # what is cached here
 
 def _forget_former_workers() -> None:
     if _KNOWN_AT["joins"] != joins():
-        for known in (_about, _measured, _hop_s, _overhead_s):
+        for known in (_about, _measured, _hop_s, _overhead_s, _call_of_all_s):
             known.cache_clear()
         _ONE_OF.clear()
         _KNOWN_AT["joins"] = joins()
@@ -113,14 +110,7 @@ def _hop_s(hosts: frozenset[str], first: str, last: str) -> float:
             with tf.device(HOST):
                 return tf.identity(number)
 
-        with tf.device(first):
-            number = tf.zeros([])
-        taken = []
-        for _ in range(REPEATS + 1):  # the first makes the function
-            start_s = time.perf_counter()
-            run(number).numpy()
-            taken.append(time.perf_counter() - start_s)
-        return float(np.median(taken[1:]))
+        return _median_s(run, first)
 
     return max(0.0, seconds(HOPS) - seconds(0)) / HOPS
 
@@ -155,6 +145,33 @@ def _overhead_s(devices: tuple[str, ...]) -> float:
             start_s = time.perf_counter()
             list(threads.map(act, devices))
             taken.append((time.perf_counter() - start_s) / ACTIONS)
+    return float(np.median(taken[1:]))
+
+
+@cache
+def _call_of_all_s(devices: tuple[str, ...]) -> float:
+    """What a call of a function over all devices takes, each of which has next to nothing to do."""
+
+    @tf.function(autograph=False)
+    def run(number: tf.Tensor) -> tf.Tensor:
+        for device in devices:
+            with tf.device(device):
+                number = number + 1.0
+        with tf.device(HOST):
+            return tf.identity(number)
+
+    return _median_s(run, devices[0])
+
+
+def _median_s(run: Callable[[tf.Tensor], tf.Tensor], device: str) -> float:
+    """What the function takes with a number that is on the device."""
+    with tf.device(device):
+        number = tf.zeros([])
+    taken = []
+    for _ in range(REPEATS + 1):  # the first makes the function
+        start_s = time.perf_counter()
+        run(number).numpy()
+        taken.append(time.perf_counter() - start_s)
     return float(np.median(taken[1:]))
 
 
@@ -214,8 +231,8 @@ def _measured_work(joined: int, first: str, last: str, bandwidth_bytes_per_s: fl
         turns = tf.constant(int(100 * COMPUTED_S / _call_s(functions[0], turns)) + 1)
     taken_s = np.array([[_call_s(function, turns) for function in functions] for _ in range(WORK_REPEATS + 1)])[1:]
     alone_s, small_s, large_s = np.median(taken_s, axis=0)
-    message_s = max(0.0, small_s - alone_s) / (2 * SMALL)
-    return message_s, max(0.0, (large_s - alone_s) / (2 * LARGE) - message_s) / size_bytes
+    message_s = max(0.0, float(small_s - alone_s)) / (2 * SMALL)
+    return message_s, max(0.0, float(large_s - alone_s) / (2 * LARGE) - message_s) / size_bytes
 
 
 def _call_s(function: Callable[[tf.Tensor], Any], turns: tf.Tensor) -> float:

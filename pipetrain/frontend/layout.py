@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
-from pipetrain.cluster.bandwidth import joined, joined_within_functions
+from pipetrain.cluster.bandwidth import joined
 from pipetrain.cluster.connection import remote_devices
 from pipetrain.compute.cores import cores, full_name, is_processor, is_remote, with_job
 from pipetrain.compute.functions.inference import Inference
@@ -70,10 +70,11 @@ def assign(devices: Sequence[str], stages: int) -> list[str]:
 def described(devices: Sequence[str], within_functions: bool = False) -> Cluster:
     """What the planner should know of these devices: those of one processor share its memory, others PCIe.
 
-    Links between processes and hosts are measured: for calls, or for messages ``within_functions`` over all devices.
+    Links between processes and hosts are measured: for messages ``within_functions`` over all devices, as are all of
+    processors; or for calls.
     """
     if any(map(is_remote, devices)):
-        return joined_within_functions(devices) if within_functions else joined(devices)
+        return joined(devices, within_functions or all(map(is_processor, devices)))
     if all("CPU" in device for device in devices):
         return Cluster((Level(SHARED_MEMORY),), processors=len(cores()))
     return Cluster((Level(PCIE_3),), overhead_s=THREAD_ACTION_S)

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from pipetrain.cluster.bandwidth import with_message_work
 from pipetrain.cluster.connection import place
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.graph.blocks import Chain, cut_points
@@ -199,16 +200,17 @@ class Planner:
         """
         if self.layout.ends is None:
             self.partition(batch_size, self.verbose)
+        cluster = with_message_work(self._cluster, self._devices)
         devices = len(self._compared_on) or self.training.chosen.schedule.devices(sum(self.layout.replicas))
         sent = compressions_of(scheme)
         whole = self.profile(batch_size, 1, sent)
         pieces = self.profile(batch_size, devices, sent) if 1 < devices <= batch_size else None
-        mirrored = not any(map(is_remote, self._compared_on or self.layout.devices))
-        every = Chooser(whole, devices, self._cluster, self.training, pieces, mirrored=mirrored)
+        mirrored = not any(map(is_remote, self._devices))
+        every = Chooser(whole, devices, cluster, self.training, pieces, mirrored=mirrored)
         own = every
         if name_of(scheme) not in UNCUT:
             layout = PipelineLayout(self.layout.replicas, self.layout.ends)
-            own = Chooser(whole, devices, self._cluster, self.training, pieces, mirrored=mirrored, layout=layout)
+            own = Chooser(whole, devices, cluster, self.training, pieces, mirrored=mirrored, layout=layout)
         way, cut = own.of(scheme, self.training.microbatches)
         choice = every.choice((way, cut))
         shown = self._given if self._given is not None and self._given.batch_size == batch_size else cut
@@ -217,8 +219,12 @@ class Planner:
     @property
     def _cluster(self) -> Cluster:
         """How the devices are joined, and what each may hold."""
-        devices = self._compared_on or self.layout.devices
-        return described_for(self.chain.model, devices, self._memory_bytes)
+        return described_for(self.chain.model, self._devices, self._memory_bytes)
+
+    @property
+    def _devices(self) -> Sequence[str]:
+        """Those on which ways to train are compared: all that there are, or those of the layout."""
+        return self._compared_on or self.layout.devices
 
 
 def _kernels_of(cut: Partition) -> tuple[bool, ...]:

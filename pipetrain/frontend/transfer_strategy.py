@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.checkpoint.state import OF_DEVICE, Arrays
-from pipetrain.cluster.bandwidth import message_work
+from pipetrain.cluster.bandwidth import with_message_work
 from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
@@ -413,14 +413,14 @@ class TransferStrategy(RunnerStrategy):
         else nothing takes time.
         """
         variables, planner, workers = self._segment.trainable_variables, self.planner, len(self._devices)
-        profile, message, work, cluster = None, Message(), Message(), Cluster()
+        profile, message, cluster = None, Message(), Cluster()
         if is_measured:
             cluster = described(self._devices, within_functions=True)
             message = message_of(cluster, workers, self._serves, self._topology)
             if message != Message():  # else no order hides anything
                 profile = planner.profile(rows or DEFAULT_ROWS, workers, filter(None, [self._compression]))
-                work = Message(*message_work(self._devices, cluster))
-                message = replace(message, overhead_s=message.overhead_s + 2 * work.overhead_s)  # at either end
+                cluster = with_message_work(cluster, self._devices)
+                message = message_of(cluster, workers, self._serves, self._topology)
         workload = workload_of(planner.chain, variables, profile, message, workers, self._rows_alone())
         if profile is not None and self._compression is not None:
             workload = coded(workload, profile, self._compression, workers, self._synchrony)
@@ -430,12 +430,11 @@ class TransferStrategy(RunnerStrategy):
             workers,
             self._serves,
             cluster,
-            cluster.overhead_s,
+            cluster.overhead_s + cluster.call_s,
             servers=self._servers,
             whole=True,
             input_bytes=sent,
             at_once=self._needs_all or bool(stepping(self.optimizer).gradient_accumulation_steps),
-            message_work=work,
             gradient_bytes=self._gradient_bytes(),
             join_steps=self._join_steps,
             topology=self._topology,

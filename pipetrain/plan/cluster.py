@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipetrain.schemes.transfers.plan import Message
+
+NO_WORK = Message()
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -85,6 +88,9 @@ class Cluster:
             say it.
         overhead_s: seconds that every action, a forward or a backward, takes on a device in addition to its computing,
             such as for a call to another process.
+        call_s: seconds that a minibatch's call of all devices takes beside its actions.
+        message_work: seconds of either end's processor that a message takes, beside its way: what that computes ends
+            so much later.
 
     Raises ValueError for groups that do not nest.
     """
@@ -94,6 +100,8 @@ class Cluster:
     processors: float = math.inf
     between: tuple[tuple[Link, ...], ...] | None = None
     overhead_s: float = 0.0
+    call_s: float = 0.0
+    message_work: Message = NO_WORK
 
     def __post_init__(self) -> None:
         sizes = [level.devices for level in self.levels]

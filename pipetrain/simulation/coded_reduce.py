@@ -53,8 +53,8 @@ def simulate_tree(
     Every worker computes for its share of the profile's seconds, ``1 / sum_{l=1..L} (n/(s+1))^l``. The root is replica
     0 of the trace, worker w replica w + 1. A parent asks for the messages of as many children as it needs, when they
     are ready; to the root all its children send. A device sends one message at a time, and receives one; no more
-    of them compute at once than the cluster has processors. Of what calls take there is the cluster's
-    ``overhead_s`` once a step; what sums take is not simulated.
+    of them compute at once than the cluster has processors. Of what calls take there are the
+    cluster's ``overhead_s`` and ``call_s`` once a step; what sums take is not simulated.
 
     Args:
         profile: what the blocks cost for a whole minibatch.

@@ -98,8 +98,8 @@ def acting(cluster: Cluster) -> Cluster:
 
 
 def between_steps_s(profile: Profile, cluster: Cluster) -> float:
-    """Seconds between two steps where a step is one call of every device: the caller's, and what an action takes."""
-    return profile.metric_s + cluster.overhead_s
+    """Seconds between two steps where a step is one call of all devices: the caller's, the call's, and an action's."""
+    return profile.metric_s + cluster.overhead_s + cluster.call_s
 
 
 class Adding(NamedTuple):

@@ -10,13 +10,12 @@ from typing import Any
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.synchrony import RING, Gossip
-from pipetrain.schemes.transfers.plan import Message, Pack, Phase, Plan, Workload, check_plan
+from pipetrain.schemes.transfers.plan import Pack, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.kernel import Kernel, varying
 from pipetrain.simulation.simulated_trace import trace_of_devices
 from pipetrain.simulation.steps import Acknowledgement, Join, Send, StepProgram, StepSimulation, Task
 from pipetrain.trace.trace import Trace
 
-NOTHING = Message()
 ALONE = Plan(Phase(), Phase())  # of a step in which nothing is sent
 COUNTED = "Data parallelism has whole numbers from 1 up"
 
@@ -37,8 +36,6 @@ class Setting:
         input_bytes: of each worker's rows, which the first device sends to the others while they compute the rows
             before, from when all have the weights that their forward reads.
         at_once: whether no variable is updated before all gradients are there, as where their common norm is clipped.
-        message_work: seconds of either end's processor that a message takes; what the device computes ends so much
-            later.
         gradient_bytes: of every variable's gradient where it is compressed: every worker then sends its own to all
             that need the sum. None: gradients are as large as the variables.
         join_steps: of workers that update weights of their own, the steps after which they send anything; the updates
@@ -59,7 +56,6 @@ class Setting:
     whole: bool = False
     input_bytes: int = 0
     at_once: bool = False
-    message_work: Message = NOTHING
     gradient_bytes: tuple[int, ...] | None = None
     join_steps: int = 1
     topology: Gossip | str | None = None
@@ -120,7 +116,7 @@ def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: 
     check_plan(plan, setting.workload.sizes_bytes, setting.serves)
     plan = plan.returning.in_time(plan.late_variables) if setting.is_stale else plan
     checked_count("minibatches", minibatches, COUNTED, 8)
-    kernel = Kernel(setting.cluster, [varying(slowdown, seed)] * setting.workers, setting.message_work)
+    kernel = Kernel(setting.cluster, [varying(slowdown, seed)] * setting.workers)
     programs, before = programs_of(setting, plan, minibatches), _first_rows(setting)
     StepSimulation(kernel, [*before, *programs], -len(before)).run()
     return trace_of_devices(kernel)

@@ -12,10 +12,9 @@ from pipetrain.plan.profile import Profile
 from pipetrain.schemes.actions import Op
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.grid import Grid, check_grid
-from pipetrain.schemes.transfers.plan import Message
 from pipetrain.simulation.costs import between_steps_s
 from pipetrain.simulation.data_parallel import COUNTED
-from pipetrain.simulation.kernel import NO_WORK, Kernel, varying
+from pipetrain.simulation.kernel import Kernel, varying
 from pipetrain.simulation.simulated_trace import trace_of_devices
 from pipetrain.simulation.steps import Send, StepProgram, StepSimulation, Task
 from pipetrain.trace.trace import Trace
@@ -31,7 +30,6 @@ def simulate_grid(
     minibatches: int = STEPS,
     slowdown: float = 0.0,
     seed: int = 0,
-    message_work: Message = NO_WORK,
     piece_s: float = 0.0,
 ) -> Trace:
     """Simulate the scheme ``grid`` of a profiled model.
@@ -48,7 +46,6 @@ def simulate_grid(
         slowdown: how much the seconds vary: the standard deviation, as a part of the mean, of random factors
             (lognormal, with mean 1).
         seed: of these.
-        message_work: seconds of either end's processor that a message takes.
         piece_s: what a block's forward and its backward take on each device beside their computing.
 
     Raises ValueError for a grid of another number of devices, and for more devices than rows.
@@ -56,7 +53,7 @@ def simulate_grid(
     cluster = cluster or Cluster()
     chosen = chosen_grid(profile, devices, cluster, grid)
     checked_count("minibatches", minibatches, COUNTED, 8)
-    kernel = Kernel(cluster, [varying(slowdown, seed)] * chosen.devices, message_work)
+    kernel = Kernel(cluster, [varying(slowdown, seed)] * chosen.devices)
     program = _GridStep(profile, chosen, between_steps_s(profile, cluster), piece_s).program
     StepSimulation(kernel, [program] * minibatches).run()
     return trace_of_devices(kernel)

@@ -14,16 +14,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.cluster import NO_WORK, Cluster
 from pipetrain.schemes.actions import Op
 from pipetrain.schemes.arguments import checked_count, checked_from_zero
-from pipetrain.schemes.transfers.plan import Message
 from pipetrain.simulation.costs import Network, Route
 from pipetrain.trace.records import What
 
 Happens = Callable[[], None]
 Seconds = NDArray[np.float64]
-NO_WORK = Message()
 
 
 def checked_seed(seed: int) -> int:
@@ -178,11 +176,10 @@ class Ports:
         clock: SimulatedClock,
         cluster: Cluster,
         devices: Sequence[SimulatedDevice],
-        message_work: Message,
         switched: bool,
     ) -> None:
         self._clock, self._network, self._switched = clock, Network(cluster), switched
-        self._devices, self._work, self._disturbing = devices, message_work, message_work != NO_WORK
+        self._devices, self._work, self._disturbing = devices, cluster.message_work, cluster.message_work != NO_WORK
         self._routes: dict[tuple[int, int], Route] = {}
         # Of each connection the messages under way, the first to arrive first, with what happens just after each.
         self._under_way: dict[tuple[int, int], deque[list[Happens]]] = {}
@@ -242,10 +239,8 @@ class Kernel:
     """Devices that compute and send, and the journal of that: ``work`` and ``messages``, in the order of time.
 
     Args:
-        cluster: how the devices are joined, and how many work at once.
+        cluster: how the devices are joined, how many work at once, and what messages take of their processors.
         factors: of each device, what gives by how much longer each piece of work takes.
-        message_work: seconds of either end's processor that a message takes; what the device computes ends so much
-            later.
         switched: how messages go through several media, see ``Ports``.
     """
 
@@ -253,14 +248,13 @@ class Kernel:
         self,
         cluster: Cluster,
         factors: Sequence[Callable[[], float]],
-        message_work: Message = NO_WORK,
         switched: bool = True,
     ) -> None:
         self.clock, self.processors = SimulatedClock(), Processors(cluster.processors)
         self.work: list[DeviceWork] = []
         self.messages: list[SimulatedMessage] = []
         self.devices = [SimulatedDevice(number, self, factor) for number, factor in enumerate(factors)]
-        self.ports = Ports(self.clock, cluster, self.devices, message_work, switched)
+        self.ports = Ports(self.clock, cluster, self.devices, switched)
 
     def send(self, message: SimulatedMessage, arrives: Happens) -> None:
         """A message leaves now; ``arrives`` happens when it is there."""

@@ -189,7 +189,8 @@ def message_of(cluster: Cluster, workers: int, serves: bool, topology: Gossip | 
         return Message()
     link = cluster.slowest(workers)
     times, steps = (1.0, 1) if serves else sent_times(workers, topology)
-    return Message(steps * link.latency_s, times / link.bandwidth_bytes_per_s)
+    both_s = 2 * cluster.message_work.overhead_s  # at either end
+    return Message(steps * link.latency_s + both_s, times / link.bandwidth_bytes_per_s)
 
 
 def sent_times(workers: int, topology: Gossip | str | None) -> tuple[float, int]:

@@ -83,7 +83,7 @@ def simulate(
         microbatches: pieces of a minibatch, for schemes that split it; by default as the partition was made for.
         overhead_s: seconds that every action takes in addition to its computing; by default the cluster's.
         caller_s: seconds that the caller takes between a minibatch's result and posting the next one; by default those
-            of the partition's metric.
+            of the partition's metric and the cluster's calls.
         speeds: of the devices, 1 being that of the profile; by default all 1.
         slowdown: how much the seconds of actions vary: the standard deviation, as a part of the mean, of random factors
             (lognormal, with mean 1).
@@ -108,7 +108,7 @@ def simulate(
         minibatches=checked_count("minibatches", minibatches, COUNTED, 200),
         microbatches=pieces,
         window=_window(window, len(stages), pieces, chosen),
-        caller_s=checked_from_zero("caller_s", partition.metric_s if caller_s is None else caller_s),
+        caller_s=checked_from_zero("caller_s", partition.metric_s + cluster.call_s if caller_s is None else caller_s),
         overhead_s=checked_from_zero("overhead_s", cluster.overhead_s if overhead_s is None else overhead_s),
         speeds=_speeds(speeds, devices),
         slowdown=checked_from_zero("slowdown", slowdown),

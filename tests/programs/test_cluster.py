@@ -490,11 +490,10 @@ def test_what_messages_take_of_workers_is_measured():
     script = """
 import math
 import pipetrain
-from pipetrain.cluster.bandwidth import joined_within_functions
-from pipetrain.cluster.bandwidth import message_work
+from pipetrain.cluster.bandwidth import joined, message_work
 with pipetrain.LocalWorkers(2) as workers:
     devices = pipetrain.connect(workers.addresses)
-    taken = message_work(devices, joined_within_functions(devices))
+    taken = message_work(devices, joined(devices, within_functions=True))
     print([0 <= each < math.inf for each in taken])
 """
     done = run(script)

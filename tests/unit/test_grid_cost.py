@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -207,7 +208,7 @@ def test_a_device_of_a_grid_takes_its_slice_and_what_pieces_and_messages_cost():
     made, link = Profile("made up", 64, tuple(blocks), network=network), Cluster((Level(Link(math.inf)),))
     assert simulate_grid(made, 2, link, (2, 1)).step_s == pytest.approx(4 * 0.8)
     assert simulate_grid(made, 2, link, (2, 1), piece_s=0.01).step_s == pytest.approx(4 * 0.81)
-    with_work = simulate_grid(made, 2, link, (2, 1), message_work=Message(1e-3))
+    with_work = simulate_grid(made, 2, replace(link, message_work=Message(1e-3)), (2, 1))
     # both gather the first layer's outputs, and get the gradients; of the last outputs each gets its rows
     sent = len(packs(with_work)) / 4 / 2
     assert sent == 4

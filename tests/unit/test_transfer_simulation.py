@@ -250,7 +250,7 @@ def test_messages_keep_the_devices_at_either_end_from_computing():
     workload = Workload.chain([1, 1], [1.0, 1.0], [4.0, 4.0], Message(0.0, 1.0))
     plan = ORDERS["none"](workload, False)
     assert simulate_plan(set_up(workload, serves=False), plan, 1).step_s == 10
-    worked = set_up(workload, serves=False, message_work=Message(0.5, 0.25))
+    worked = Setting(workload, 2, False, joined(1.0, message_work=Message(0.5, 0.25)))
     trace = simulate_plan(worked, plan, 1)
     assert trace.transfers.start_s.tolist() == [6, 6, 11.5, 11.5]  # two messages of 0.75 s before the last two leave
     assert computed_s(trace, 0) == computed_s(trace, 1) == 10 + 4 * 0.75  # at updates, too, which take no time here
