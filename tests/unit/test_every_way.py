@@ -247,15 +247,13 @@ def test_asynchronous_ways_take_what_their_slowest_stage_takes():
 
 def test_every_step_takes_a_call_of_all_devices_longer():
     """Of every way that is simulated or planned; what a message takes of processors delays those that send."""
-    plain, called = (
+    plain, called, worked = (
         {str(way): way.step_s for way in Chooser(chain(8, weight_bytes=2**16), DEVICES, each, SET).choice().ways}
-        for each in (FAST, replace(FAST, call_s=UNIT_S))
+        for each in (FAST, replace(FAST, call_s=UNIT_S), replace(FAST, message_work=Message(UNIT_S)))
     )
     assert {*called} == {*plain} and {"single", "all-reduce", "coded-reduce"} <= {each.split(",")[0] for each in plain}
     for label, step_s in called.items():
         assert step_s == pytest.approx(plain[label] + UNIT_S, rel=1e-6), label
-    working = replace(FAST, message_work=Message(UNIT_S))
-    worked = {str(way): way.step_s for way in Chooser(chain(8, weight_bytes=2**16), DEVICES, working, SET).choice().ways}
     assert worked["single"] == plain["single"] and worked["all-reduce"] >= plain["all-reduce"] + UNIT_S
 
 
