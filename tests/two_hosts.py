@@ -49,7 +49,7 @@ def main(addresses: list[str]) -> None:
             {
                 "bandwidth": link.bandwidth_bytes_per_s,
                 "latency_s": link.latency_s,
-                "overhead_s": described(devices).overhead_s,
+                "call_s": described(devices).call_s,
                 "cuts": partition.cuts,
                 "predicted": partition.samples_per_second,
                 "measured": BATCH * (STEPS - half) / (clock.ends_s[-1] - clock.ends_s[half - 1]),
