@@ -16,7 +16,7 @@ from pipetrain.cluster.sockets import ANSWER_S, ASK_S, MISSED, SEVER_S, missing,
 NOTICED_S = MISSED * (ASK_S + ANSWER_S)  # a worker that is lost is noticed within so long
 
 # What TensorFlow says of a worker that ended and was started anew: it knows nothing of what it was given.
-_FORGOT = ("restarted", "incarnation", "context_id", "remote_handle")
+_FORGOT = ("context_id", "remote_handle", "remote workers have been restarted", "device incarnation")
 START_AGAIN = (
     "starting the worker again, and this program with PipelineCheckpoint among the callbacks, which goes on from the "
     "newest checkpoint; or pipetrain.connect once it answers again."
@@ -107,8 +107,9 @@ class HealthMonitor:
         return self.lost is not None and isinstance(error, Exception)  # else somebody wants the program to end
 
     def _named(self, error: tf.errors.OpError) -> list[str]:
-        tasks = {int(each) for each in _ASKED.findall(str(error))[:1] or _TASK.findall(str(error))}
-        return [address for task, address in self._tasks.items() if task in tasks]
+        asked, every = _ASKED.findall(str(error))[:1], _TASK.findall(str(error))
+        found = ([self._tasks[int(task)] for task in tasks if int(task) in self._tasks] for tasks in (asked, every))
+        return next(filter(None, found), [])
 
     def _ask(self, address: str) -> None:
         """A worker's thread: asks until the context is left or somebody is lost."""

@@ -71,7 +71,7 @@ def described(devices: Sequence[str], within_functions: bool = False) -> Cluster
     """What the planner should know of these devices: those of one processor share its memory, others PCIe.
 
     Links between processes and hosts are measured: for messages ``within_functions`` over all devices, as are all of
-    processors; or for calls.
+    processors, though the stages of a layer that calls Python are called by threads; or for calls.
     """
     if any(map(is_remote, devices)):
         return joined(devices, within_functions or all(map(is_processor, devices)))

@@ -81,11 +81,20 @@ class PipelineStrategy(RunnerStrategy):
                 "With this many stages spectrain as published loses accuracy: 0.04 to 0.09 at 8 stages in our runs, "
                 "where pipetrain.SpecTrain(horizon='target') lost 0.03 at most (docs/results/staleness.md)."
             )
-        if scheme.asynchronous and stages > 1 and not isinstance(steps, AttentiveMuon) and self._predicts_words():
-            self._to_say.append(
-                f"With {type(steps).__name__} and late gradients language models learn slowly: pipetrain.AttentiveMuon "
-                "was nearly as good as on one device, and scheme='1f1b' is as good (docs/results/language-models.md)."
-            )
+        if scheme.asynchronous and stages > 1 and self._predicts_words():
+            fewest = -(-stages // 4)
+            if not isinstance(steps, AttentiveMuon):
+                self._to_say.append(
+                    f"With {type(steps).__name__} and late gradients language models learn slowly: "
+                    "pipetrain.AttentiveMuon and pipetrain.SpecTrain(horizon='target') were as good as one device, and "
+                    "scheme='1f1b' is (docs/results/language-models.md)."
+                )
+            elif scheme.splits and self.microbatches < fewest:
+                self._to_say.append(
+                    f"With microbatches={self.microbatches} and {stages} stages language models learn slowly at first. "
+                    f"Try microbatches={fewest}: a quarter of the stages was as good as one device "
+                    "(docs/results/language-models.md)."
+                )
 
     def begin(self, session: FitSession) -> None:
         """A ``fit`` begins."""

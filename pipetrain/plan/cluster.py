@@ -88,9 +88,11 @@ class Cluster:
             say it.
         overhead_s: seconds that every action, a forward or a backward, takes on a device in addition to its computing,
             such as for a call to another process.
-        call_s: seconds that a minibatch's call of all devices takes beside its actions.
+        call_s: seconds that a minibatch's call of all devices takes beside its actions, unless calls of asynchronous
+            pipelines, of several minibatches, follow each other.
         message_work: seconds of either end's processor that a message takes, beside its way: what that computes ends
-            so much later.
+            so much later. Counted where gradients or layers' outputs are exchanged between all devices, not for what
+            crosses a pipeline's cuts.
 
     Raises ValueError for groups that do not nest.
     """

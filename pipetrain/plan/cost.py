@@ -159,11 +159,10 @@ class Costs:
     A stage of blocks i to j-1 on r devices takes, per minibatch of b rows,
 
     ``ceil(b/r)/b * (sum(forward + backward) + transfer(activations out of j-1) + transfer(gradients out of i))
-    + (1 + 3/5 * predictions) * sum(update) + reduce(weights) + 2 * microbatches * overhead + call``
+    + (1 + 3/5 * predictions) * sum(update) + reduce(weights) + 2 * microbatches * overhead``
 
-    : what one of its devices computes and sends, and what its actions and the minibatch's call take beside. Weights
-    that several of its blocks have are updated once; what other stages have too is summed with them: their bytes are
-    sent once more.
+    : what one of its devices computes and sends, and what its actions take beside. Weights that several of its blocks
+    have are updated once; what other stages have too is summed with them: their bytes are sent once more.
 
     Args:
         profile: of the chain.
@@ -212,7 +211,7 @@ class Costs:
         self._products = _sums([block.product_bytes for block in blocks])
         self._sharing = SharingCosts(blocks) if any(block.shared for block in blocks) else None
         self._memory: dict[tuple[int, Demand], Memory] = {}
-        self._overhead_s = 2 * microbatches * cluster.overhead_s + cluster.call_s
+        self._overhead_s = 2 * microbatches * cluster.overhead_s
         # nothing is sent before the first block and after the last one
         self._crossing = np.array([0.0, *(float(block.output_bytes) for block in blocks[:-1]), 0.0])
         self._sent = np.array([0.0, *(float(block.crossing_bytes(compression)) for block in blocks[:-1]), 0.0])

@@ -97,8 +97,10 @@ class Partition(Tabular):
 
     Its rows, for pandas and for CSV files, are the stages, with the fields of ``StagePlan``.
 
-    ``metric_s`` is what a minibatch's metrics take in the caller's thread, beside the stages. ``simulated_s`` is what a
-    minibatch takes where the schedule flushes, as simulated over the cluster's links; None where it was not simulated.
+    ``metric_s`` is what a minibatch's metrics take in the caller's thread, beside the stages, and ``call_s`` what its
+    call takes, 0 for asynchronous schemes, of which one call has several and the next one waits. ``simulated_s`` is
+    what a minibatch takes where the schedule flushes, as simulated over the cluster's links; None where it was not
+    simulated.
     """
 
     model: str
@@ -107,6 +109,7 @@ class Partition(Tabular):
     training: Training = DEFAULT_TRAINING
     processors: float = math.inf
     metric_s: float = 0.0
+    call_s: float = 0.0
     simulated_s: float | None = None
 
     @property
@@ -154,7 +157,7 @@ class Partition(Tabular):
 
         Synchronous schemes fill and drain the pipeline for every minibatch: ``simulated_s``, or where that is not known
         what the schedule takes in units of time, for ``gpipe`` and ``1f1b`` ``(1 + (N-1)/M)`` times as many, which is
-        right of equal stages. All stages' work and the metrics' divided by the processors, if that is more.
+        right of equal stages. All stages' work and the metrics' divided by the processors, if that is more. And a call.
         """
         if self.simulated_s is not None:
             return self.simulated_s
@@ -163,7 +166,7 @@ class Partition(Tabular):
         filling = 0.0
         if schedule.flushes:
             filling = waiting(schedule.order, schedule.devices(len(self.stages)), microbatches)
-        return max((1 + filling) * self.slowest_s, work_s / self.processors)
+        return max((1 + filling) * self.slowest_s, work_s / self.processors) + self.call_s
 
     @property
     def samples_per_second(self) -> float:
@@ -314,8 +317,8 @@ def described(
                 uncoded_bytes=_uncoded_bytes(part),
             )
         )
-    processors = costs.cluster.processors
-    return Partition(profile.model, profile.batch_size, tuple(stages), training, processors, profile.metric_s)
+    cluster, beside_s = costs.cluster, (profile.metric_s, 0.0 if training.chosen.asynchronous else costs.cluster.call_s)
+    return Partition(profile.model, profile.batch_size, tuple(stages), training, cluster.processors, *beside_s)
 
 
 def _uncoded_bytes(part: Sequence[BlockProfile]) -> int:

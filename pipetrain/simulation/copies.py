@@ -203,15 +203,18 @@ def on_fullest_server(
 def _two(setting: Setting) -> Setting:
     others, slowest = setting.workers - 1, setting.cluster.slowest(setting.workers)
     servers, (times, messages) = 1, sent_times(setting.workers, setting.topology)
+    sent = times if isinstance(setting.topology, Gossip) else 2 * others  # messages from each worker
     if setting.gradient_bytes is not None:
-        times, messages = others, 1
+        times, messages, sent = others, 1, others
     if setting.serves:
         servers = min(setting.servers, 2)
         fullest_bytes, of_two_bytes = (_fullest_bytes(setting, count) for count in (setting.servers, servers))
-        times, messages = others * (fullest_bytes / of_two_bytes if of_two_bytes else 1), 1
+        times, messages, sent = others * (fullest_bytes / of_two_bytes if of_two_bytes else 1), 1, others
     link = Link(slowest.bandwidth_bytes_per_s / times, messages * slowest.latency_s)
     processors = max(2 * setting.cluster.processors / setting.workers, 1.0)
-    cluster = Cluster((Level(link),), processors=processors)
+    each = setting.cluster.message_work
+    work = Message(sent * each.overhead_s, times * each.s_per_byte)
+    cluster = Cluster((Level(link),), processors=processors, message_work=work)
     return replace(setting, workers=2, servers=servers, cluster=cluster, topology=None)
 
 

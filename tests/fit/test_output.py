@@ -96,34 +96,48 @@ def test_what_takes_long_is_said_on_standard_output(make, impatient, capfd):
     assert own_lines(out) == SAID[make]
 
 
+CUTS = ("cut", "first", "second", "third")
+TARGET, MUON = pipetrain.SpecTrain(horizon="target"), pipetrain.AttentiveMuon
+
+
 def reader(every_position):
     """Words in; a class for each of them, or for all."""
     words = keras.Input((3,), dtype="int32")
     x = keras.layers.Embedding(8, 4)(words)
     x = keras.layers.Add(name="cut")([x, keras.layers.MultiHeadAttention(1, 4)(x, x)])
+    for name in CUTS[1:]:
+        x = keras.layers.Dense(4, name=name)(x)
     return keras.Model(words, keras.layers.Dense(8)(x if every_position else keras.layers.Flatten()(x)))
 
 
 @pytest.mark.parametrize(
-    ("scheme", "optimizer", "every_position", "said"),
+    ("way", "optimizer", "cuts", "every_position", "said"),
     [
-        ("vanilla", "adam", True, True),
-        ("vanilla", "adam", False, False),
-        ("1f1b", "adam", True, False),
-        ("vanilla", pipetrain.AttentiveMuon(0.001), True, False),
+        ({"scheme": "vanilla"}, "adam", 1, True, ["With Adam and late gradients language models learn slowly"]),
+        ({"scheme": "vanilla"}, "adam", 1, False, []),
+        ({"scheme": "1f1b"}, "adam", 1, True, []),
+        ({"scheme": "vanilla"}, MUON, 1, True, []),
+        ({"scheme": "vanilla"}, MUON, 4, True, []),
+        ({"scheme": TARGET}, MUON, 4, True, []),
+        (
+            {"scheme": TARGET, "microbatches": 1},
+            MUON,
+            4,
+            True,
+            ["With microbatches=1 and 5 stages language models learn sl"],
+        ),
     ],
 )
 def test_it_is_said_that_language_models_learn_slowly_by_late_gradients(
-    scheme, optimizer, every_position, said, caplog
+    way, optimizer, cuts, every_position, said, caplog
 ):
-    pm = pipetrain.PipelineModel(reader(every_position), scheme=scheme, cuts=("cut",))
-    pm.compile(optimizer, loss=networks.crossentropy(), jit_compile=False)
+    pm = pipetrain.PipelineModel(reader(every_position), cuts=CUTS[:cuts], **way)
+    pm.compile(optimizer if optimizer == "adam" else optimizer(), loss=networks.crossentropy(), jit_compile=False)
     words = np.zeros((8, 3), "int32")
     with caplog.at_level("INFO", "pipetrain"):
         for _ in range(2):
             pm.fit(words, words if every_position else words[:, 0], batch_size=4, verbose=1)
-    expected = ["With Adam and late gradients language models learn slowly"] if said else []
-    assert [line[:57] for line in caplog.messages if "language models" in line] == expected
+    assert [line[:57] for line in caplog.messages if "language models" in line] == said
 
 
 @pytest.mark.wide

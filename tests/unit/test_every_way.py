@@ -245,16 +245,27 @@ def test_asynchronous_ways_take_what_their_slowest_stage_takes():
     assert not as_set.is_exact
 
 
-def test_every_step_takes_a_call_of_all_devices_longer():
-    """Of every way that is simulated or planned; what a message takes of processors delays those that send."""
-    plain, called, worked = (
-        {str(way): way.step_s for way in Chooser(chain(8, weight_bytes=2**16), DEVICES, each, SET).choice().ways}
-        for each in (FAST, replace(FAST, call_s=UNIT_S), replace(FAST, message_work=Message(UNIT_S)))
-    )
-    assert {*called} == {*plain} and {"single", "all-reduce", "coded-reduce"} <= {each.split(",")[0] for each in plain}
-    for label, step_s in called.items():
-        assert step_s == pytest.approx(plain[label] + UNIT_S, rel=1e-6), label
-    assert worked["single"] == plain["single"] and worked["all-reduce"] >= plain["all-reduce"] + UNIT_S
+@pytest.mark.parametrize(("devices", "processors"), [(4, math.inf), (8, 1.0)])
+def test_every_synchronous_step_takes_a_call_longer_and_messages_take_of_processors(devices, processors):
+    plain = replace(FAST, processors=processors)
+    found, unsimulated = [], []
+    for each in (plain, replace(plain, call_s=UNIT_S), replace(plain, message_work=Message(UNIT_S, UNIT_S / 2**16))):
+        chosen = Chooser(chain(8, weight_bytes=2**16), devices, each, SET, allow="staleness")
+        found.append({str(way): way for way in chosen.choice().ways})
+        unsimulated.append(partition(chain(8), 4, each, training=SET).step_s)
+    before, called, worked = found
+    assert {*before} == {*called}
+    assert {"single", "all-reduce", "coded-reduce", "spectrain", "1f1b"} <= {way.name for way in before.values()}
+    for label, way in called.items():
+        expected_s = before[label].step_s + (0 if way.name == "spectrain" else UNIT_S)
+        assert way.step_s == pytest.approx(expected_s, rel=1e-6), label
+    assert unsimulated[1] == pytest.approx(unsimulated[0] + UNIT_S)
+    assert worked["single"].step_s == before["single"].step_s
+    for name in ("all-reduce", "parameter-server"):
+        before_s, with_work_s = (
+            min(way.step_s for way in ways.values() if way.name == name) for ways in (before, worked)
+        )
+        assert with_work_s >= before_s + UNIT_S, name
 
 
 @pytest.mark.wide
