@@ -317,8 +317,9 @@ def described(
                 uncoded_bytes=_uncoded_bytes(part),
             )
         )
-    cluster, beside_s = costs.cluster, (profile.metric_s, 0.0 if training.chosen.asynchronous else costs.cluster.call_s)
-    return Partition(profile.model, profile.batch_size, tuple(stages), training, cluster.processors, *beside_s)
+    call_s = 0.0 if training.chosen.asynchronous else costs.cluster.call_s
+    processors = costs.cluster.processors
+    return Partition(profile.model, profile.batch_size, tuple(stages), training, processors, profile.metric_s, call_s)
 
 
 def _uncoded_bytes(part: Sequence[BlockProfile]) -> int:

@@ -20,10 +20,10 @@ class AttentiveMuon(HookedMuon):
     matrices, as for Keras' own. All kernels with three axes count as attentions', Conv1D's too: ``exclude_layers``
     leaves layers to AdamW.
 
-    With Adam a language model learns slowly in an asynchronous pipeline, with this one as fast as without late
-    gradients if a minibatch has at least a quarter as many microbatches as there are stages
-    (docs/results/language-models.md). Source of Muon: Jordan et al. 2024; of the steps' size: Liu et al. 2025 (arXiv
-    2502.16982).
+    With Adam a language model learns slowly in an asynchronous pipeline, with this one and
+    ``SpecTrain(horizon="target")`` as fast as without late gradients if a minibatch has at least a quarter as many
+    microbatches as there are stages (docs/results/language-models.md). Source of Muon: Jordan et al. 2024; of the
+    steps' size: Liu et al. 2025 (arXiv 2502.16982).
 
     Args:
         learning_rate: and all other arguments are those of ``keras.optimizers.Muon``.
