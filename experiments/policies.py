@@ -149,7 +149,7 @@ def train(run: Run, data: Dataset) -> Outcome:
     import keras
 
     import pipetrain
-    from experiments.training import EVALUATION_ROWS, batches
+    from experiments.training import batches, validation
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(run.seed)
@@ -168,7 +168,7 @@ def train(run: Run, data: Dataset) -> Outcome:
         pm.fit(minibatches, steps_per_epoch=run.steps, shuffle=False, verbose=0, callbacks=[steps.callback()])
     except FloatingPointError:
         return Outcome(None, None, steps.done, guessing)
-    result = model.evaluate(data.x_test, data.y_test, EVALUATION_ROWS, verbose=0, return_dict=True)
+    result = model.evaluate(validation(data, shape), verbose=0, return_dict=True)
     return Outcome(float(result["accuracy"]), float(result["loss"]), guessing=guessing)
 
 

@@ -40,13 +40,7 @@ class Recorder(keras.callbacks.Callback):
         super().__init__()
         self._data, self._settings = data, settings
         self._path = path
-        shape = input_shape(settings.model, data.x_test.shape[1:])
-        self._validation = (
-            tf.data.Dataset.from_tensor_slices((data.x_test, data.y_test))
-            .batch(EVALUATION_ROWS)
-            .map(as_read(shape))
-            .prefetch(1)
-        )
+        self._validation = validation(data, input_shape(settings.model, data.x_test.shape[1:]))
         # Keras' running mean of the loss after every so many steps, and of how many steps it is: a run that goes on in
         # other stages does not see all.
         self._means, self._counts = {0: 0.0}, {0: 0}
@@ -204,6 +198,12 @@ def batches(data: Dataset, shape: tuple[int, ...], batch_size: int, seed: int) -
     pairs = tf.data.Dataset.from_tensor_slices((data.x_train, data.y_train))
     shuffled = pairs.shuffle(rows, seed=seed, reshuffle_each_iteration=True).repeat()
     return shuffled.batch(batch_size, drop_remainder=True).map(as_read(shape)).prefetch(4)
+
+
+def validation(data: Dataset, shape: tuple[int, ...]) -> tf.data.Dataset:
+    """All test examples for a network that reads ``shape``."""
+    pairs = tf.data.Dataset.from_tensor_slices((data.x_test, data.y_test))
+    return pairs.batch(EVALUATION_ROWS).map(as_read(shape)).prefetch(1)
 
 
 def as_read(shape: tuple[int, ...]) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:

@@ -71,6 +71,15 @@ def test_another_network_is_cut_where_it_can_be():
     assert run.name.startswith("vgg16-spectrain-")
 
 
+@pytest.mark.wide
+def test_images_are_validated_as_the_network_reads_them():
+    data = datasets.load("fashion_mnist_small", reads="images")
+    some = data._replace(x_test=data.x_test[:40], y_test=data.y_test[:40])
+    outcome = policies.train(Run("single", 1, 0.01, 0, model="vgg16", **{**SMALL, "steps": 1, "width": 1}), some)
+    assert 0 <= outcome.accuracy <= 1
+    assert outcome.loss > 0
+
+
 def test_more_stages_than_layers(tmp_path, capsys):
     assert staleness.main(["--stages", "4", "--depth", "3", "--output", str(tmp_path)]) == 2
     assert "Try at most --stages 3." in capsys.readouterr().err
