@@ -6,9 +6,11 @@ train in one process, in turns of ``--steps`` minibatches, in a sequence that is
 machine whose speed drifts is fair to all. Of each the median of all steps is printed but for the first and the last of
 a turn (in the last no rows of a next one are sent), how many times as fast as TensorFlow's own order that is, how many
 times as fast as it ``auto`` is, which is compared within rounds, with its quartiles, and what the simulator predicts.
-Orders that give one plan are trained once. Beside them in turns: TensorFlow's MultiWorkerMirroredStrategy, as a loop
-written by hand, with its own packs and with packs of 1 MiB. It is said what part of the processors' time other machines
-took meanwhile: the less, the more the figures tell. Needs root, for the namespaces.
+Orders that give one plan are trained once. With ``--auto`` one device alone and the scheme ``auto``, allowed to take
+every inexact way, are beside them, and the column "auto against it" is of that. Beside them in turns: TensorFlow's
+MultiWorkerMirroredStrategy, as a loop written by hand, with its own packs and with packs of 1 MiB. It is said what part
+of the processors' time other machines took meanwhile: the less, the more the figures tell. Needs root, for the
+namespaces.
 
 examples:
   python benchmarks/data_parallel.py
@@ -16,6 +18,8 @@ examples:
   python benchmarks/data_parallel.py --scheme all-reduce --order ibatch --order auto --rounds 30
   python benchmarks/data_parallel.py --scheme all-reduce --rate 20 --compression int8 --compression top-k
   python benchmarks/data_parallel.py --hosts 3 --rate 400 --topology ring --topology gossip --synchrony stale:1
+  python benchmarks/data_parallel.py --scheme all-reduce --order auto --rate 20 --rows 512 --auto \\
+      --compression top-k --synchrony local:8 --combined
   python benchmarks/data_parallel.py --part forward --scheme parameter-server --servers 1 --rows 16384
 """
 
@@ -31,6 +35,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -44,7 +49,8 @@ from benchmarks.steal import stolen_part, ticks
 from benchmarks.step_times import ends_s
 from pipetrain.cli.arguments import add_scheme_options
 from pipetrain.logs import text_table
-from pipetrain.schemes.options import with_options
+from pipetrain.schemes.options import ALLOWED, AnyScheme, Auto, with_options
+from pipetrain.schemes.synchrony import LocalSGD, synchrony_of
 from pipetrain.schemes.table import SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import AUTO, orders
 from pipetrain.schemes.transfers.plan import Phase
@@ -57,6 +63,9 @@ if TYPE_CHECKING:
 
 NARROW = 2  # the inputs of the dense network: its minibatches are sent over the same links
 WORDS = 1000  # of made-up sentences, and of the Transformer's vocabulary
+MOST_JOINED = 32  # steps of workers that join by a synchrony; a turn then has all of them
+SINGLE = "single"
+BESIDE: dict[str, AnyScheme] = {SINGLE: SINGLE, AUTO: Auto(allow=ALLOWED)}  # beside data parallelism
 PEER, PEER_PORT = "MultiWorker", 2322
 MEASURED = "measured"  # all that plans are made of: the peer's other processes, which would disturb that, may start
 STARTED = "started"  # the peer's first process, whose number follows: it is to have its host's part of the cores
@@ -120,11 +129,12 @@ class Way:
 
         self._is_at_own_pace = less.get("synchrony", "").startswith("asynchronous")
         self.scheme, self.order = scheme, "none" if self._is_at_own_pace else order
-        self._rows = options.rows * len(devices)  # of a minibatch, which one worker at its own pace has all of
-        model, self._x = made(options.network, self._rows, options.steps)
+        self._rows = options.rows * options.hosts  # of a minibatch, which one worker at its own pace has all of
+        self._synchrony, self._least_steps = less.get("synchrony"), options.steps
+        model, self._x = made(options.network, self._rows, max(options.steps, 2 + MOST_JOINED))
         on = options.servers if scheme == SERVING else None
-        how = with_options(scheme, order=self.order, servers=on, **less)
-        self._pm = pipetrain.PipelineModel(model, scheme=how, devices=devices)
+        how = BESIDE[scheme] if scheme in BESIDE else with_options(scheme, order=self.order, servers=on, **less)
+        self._pm = pipetrain.PipelineModel(model, scheme=how, devices=devices[:1] if scheme == SINGLE else devices)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._pm.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss)
         self.turns_ms: list[list[float]] = []
@@ -133,11 +143,24 @@ class Way:
         """Train for a turn, which ``counts`` unless it is to warm up."""
         import numpy as np
 
-        ends = ends_s(self._pm, self._x, np.zeros(len(self._x), "int32"), self._rows, shuffle=False)
+        x = self._x[: self._rows * max(self._least_steps, 2 + self._join_steps)]
+        ends = ends_s(self._pm, x, np.zeros(len(x), "int32"), self._rows, shuffle=False)
         taken_ms = [1e3 * each for each in np.diff(ends)[:-1]]  # the last sends no rows ahead
-        if self._is_at_own_pace:  # results of several workers come at once
+        if self._is_at_own_pace or self._join_steps:  # results of several workers come at once; one step of many joins
             taken_ms = [statistics.mean(taken_ms)]
         self.turns_ms += [taken_ms] if counts else []
+
+    @property
+    def _join_steps(self) -> int:
+        """Steps after which workers join, where these are several; else none."""
+        taken = self._pm.choice and self._pm.choice.taken.told.get("synchrony")
+        local = synchrony_of(self._synchrony or taken)
+        return local.steps if isinstance(local, LocalSGD) else 0
+
+    @property
+    def taken(self) -> str:
+        """What the scheme ``auto`` has taken, once it has had a turn."""
+        return f"takes {self._pm.choice.taken}"
 
     @property
     def plan(self) -> Plan:
@@ -145,15 +168,15 @@ class Way:
         return self._pm._strategy.plan
 
     def predicted_ms(self, part: str) -> float | None:
-        """What the simulator says of its plan; None of a part of a step, and of workers at their own pace."""
-        from pipetrain.simulation.data_parallel import simulate_plan
+        """What the simulator says of its plan; None of a part of a step, and of what is not known by its plan."""
+        if part == "forward" or self._is_at_own_pace or self.scheme in BESIDE:
+            return None
+        from pipetrain.simulation.profiled import mean_step_s
 
         setting, plan = self._pm._strategy._setting(self._rows), self.plan
         if setting.is_stale:  # what the simulator takes for the plan of the step that has made the gradients
             plan = plan._replace(pushes=plan.late, late=Phase())
-        if part == "forward" or self._is_at_own_pace:
-            return None
-        return 1e3 * simulate_plan(setting, plan, 4).step_s
+        return 1e3 * mean_step_s(setting, plan)
 
 
 class Peer:
@@ -235,11 +258,16 @@ def train(options: argparse.Namespace) -> None:
                 else:
                     ways.append(way)
                     names.append([order])
-            for less in ({kind: value} for kind in LESS for value in getattr(options, kind) or ()):
+            for less in sending_less(options):
                 way = Way(options, scheme, options.compressed_order, devices, **less)
                 way.turn(counts=False)
                 ways.append(way)
                 names.append([f"{way.order} and {', '.join(less.values())}"])
+        for scheme in BESIDE if options.auto else ():
+            ways.append(Way(options, scheme, "-", devices))
+            for _ in range(2):  # in the first it is not known yet after how many steps workers join
+                ways[-1].turn(counts=False)
+            names.append([ways[-1].taken if scheme == AUTO else ""])
         print(MEASURED, flush=True)
         for packs in PACKS if options.peer and options.part == "step" else ():
             peer = Peer(packs, peer_command(options, options.addresses, 0, packs), options.steps)
@@ -266,6 +294,13 @@ def tried(scheme: str, given: Sequence[str] | None) -> list[str]:
     return [order for order in (*own, AUTO) if not given or order in given]
 
 
+def sending_less(options: argparse.Namespace) -> list[dict[str, str]]:
+    """The options of ways that send less or wait less, each alone, and compressions with synchronies if asked for."""
+    alone = [{kind: value} for kind in LESS for value in getattr(options, kind) or ()]
+    both = product(options.compression or (), options.synchrony or ()) if options.combined else ()
+    return [*alone, *({"compression": compression, "synchrony": synchrony} for compression, synchrony in both)]
+
+
 def _is_same(way: Way, other: Way) -> bool:
     return way.scheme == other.scheme and way.plan._replace(name="") == other.plan._replace(name="")
 
@@ -273,12 +308,14 @@ def _is_same(way: Way, other: Way) -> bool:
 def table(found: list[Any]) -> str:
     """What the orders took, for people."""
     base = {scheme: _middle_ms(turns_ms) for scheme, names, turns_ms, _ in found if "none" in names.split(", ")}
-    autos = {scheme: turns_ms for scheme, names, turns_ms, _ in found if AUTO in names.split(", ")}
+    autos = {scheme: turns_ms for scheme, names, turns_ms, _ in found if AUTO in (scheme, *names.split(", "))}
+    autos = {AUTO: autos[AUTO]} if AUTO in autos else autos
     rows = []
     for scheme, names, turns_ms, predicted_ms in found:
         ms = _middle_ms(turns_ms)
         against = f"{base[scheme] / ms:.2f}x" if scheme in base else "-"
-        auto = [_against(taken_ms, turns_ms) for name, taken_ms in autos.items() if scheme in (name, PEER)]
+        compared = [taken_ms for name, taken_ms in autos.items() if name == AUTO or scheme in (name, PEER)]
+        auto = [_against(taken_ms, turns_ms) for taken_ms in compared]
         said = "-" if predicted_ms is None else f"{predicted_ms:.1f} ({predicted_ms / ms - 1:+.0%})"
         rows.append((scheme, names, f"{ms:.1f}", against, ", ".join(auto) or "-", said))
     return text_table(("scheme", "order", "ms", "against none", "auto against it", "simulated ms"), rows)
@@ -301,7 +338,8 @@ def measured(hosts: Hosts, options: argparse.Namespace, rate_mbit: int) -> list[
     alike = ("network", "rows", "rounds", "steps", "seconds", "part")
     given = [f"--{name}={value}" for name in alike for value in [getattr(options, name)]]
     given += [f"--{name}={value}" for name in REPEATED for value in getattr(options, name) or ()]
-    given += ["--peer"] if options.peer else []
+    given += [f"--{name}" for name in ("peer", "auto", "combined") if getattr(options, name)]
+    given += [f"--hosts={options.hosts}"]
     given += [f"--compressed-order={options.compressed_order}"]
     given += [f"--servers={options.servers}"] if options.servers else []
     addresses = [f"{address}:{PORT}" for address in hosts.addresses]
@@ -355,6 +393,8 @@ def main() -> None:
     )
     parser.add_argument("--synchrony", action="append", metavar="NAME[:NUMBER]", help="likewise")
     parser.add_argument("--topology", action="append", metavar="NAME[:GRAPH]", help="likewise")
+    parser.add_argument("--combined", action="store_true", help="each of the compressions with each synchrony, too")
+    parser.add_argument("--auto", action="store_true", help="one device, and auto with all inexact ways, beside them")
     parser.add_argument(
         "--compressed-order", default="layerwise", metavar="NAME", help="of transfers with these (default: layerwise)"
     )

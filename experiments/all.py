@@ -80,6 +80,11 @@ COMMANDS = (
         "--policy single --policy spectrain --stages 2 --seeds 1 --steps 4 --learning-rate 0.01 --output {output}",
         "--output {output}", "15 min",
     ),
+    Command(
+        "slow_networks", "accuracy over seconds, by bandwidth",
+        "--policy all-reduce/int8 --workers 2 --seeds 1 --steps 4 --every 2 --width 8 --output {output}",
+        "--output {output}", "6 min",
+    ),
     Command("stability", "the largest stable steps", "--stages 2 --output {output}", "--output {output}", "2 s"),
     Command(
         "grid_scaling", "Figures 5 to 7 of integrated parallelism",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,7 +80,8 @@ GUESSING = math.log(10)  # the loss of ten classes, all equally likely
 class Run:
     """What decides the accuracy of one training; ``stages`` is 1 for the policy ``single``.
 
-    ``model`` is a network of ``models``, of the depth and width that it has, or ``mlp``.
+    ``model`` is a network of ``models``, of the depth and width that it has, or ``mlp``. With ``every`` it is validated
+    after so many minibatches again and again.
     """
 
     policy: str
@@ -95,6 +96,7 @@ class Run:
     optimizer: str = "momentum"
     residual: bool = False
     model: str = MLP
+    every: int = 0
 
     @property
     def name(self) -> str:
@@ -114,13 +116,15 @@ class Run:
 class Outcome:
     """Validation accuracy and loss of the last weights; None if the loss of step ``stopped_at`` was not finite.
 
-    ``guessing`` is the loss of giving every class the same probability, of ten classes at least.
+    ``guessing`` is the loss of giving every class the same probability, of ten classes at least. ``history``: of each
+    validation on the way the minibatches before it, and the accuracy.
     """
 
     accuracy: float | None
     loss: float | None
     stopped_at: int | None = None
     guessing: float = GUESSING
+    history: Sequence[tuple[int, float]] = ()
 
     @property
     def diverged(self) -> bool:
@@ -150,6 +154,7 @@ def train(run: Run, data: Dataset) -> Outcome:
 
     import pipetrain
     from experiments.training import batches, validation
+    from pipetrain.callbacks import Snapshots
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(run.seed)
@@ -162,14 +167,23 @@ def train(run: Run, data: Dataset) -> Outcome:
         where = {"stages": run.stages}
     pm = pipetrain.PipelineModel(model, **where, **EVERY_POLICY[run.policy])
     pm.compile(optimizers.build(run.optimizer, run.learning_rate, run.momentum), loss=loss)
-    steps = _Count()
+    steps, tested = _Count(), validation(data, shape)
+    history: list[tuple[int, float]] = []
+
+    def validated(model: keras.Model) -> dict[str, float]:
+        return {name: float(each) for name, each in model.evaluate(tested, verbose=0, return_dict=True).items()}
+
+    def note(step: int, model: keras.Model) -> None:
+        history.append((step, validated(model)["accuracy"]))
+
+    callbacks = [steps.callback(), *([Snapshots(run.every, note)] if run.every else [])]
     try:
         minibatches = batches(data, shape, run.batch_size, run.seed)
-        pm.fit(minibatches, steps_per_epoch=run.steps, shuffle=False, verbose=0, callbacks=[steps.callback()])
+        pm.fit(minibatches, steps_per_epoch=run.steps, shuffle=False, verbose=0, callbacks=callbacks)
     except FloatingPointError:
-        return Outcome(None, None, steps.done, guessing)
-    result = model.evaluate(validation(data, shape), verbose=0, return_dict=True)
-    return Outcome(float(result["accuracy"]), float(result["loss"]), guessing=guessing)
+        return Outcome(None, None, steps.done, guessing, history)
+    result = validated(model)
+    return Outcome(result["accuracy"], result["loss"], guessing=guessing, history=history)
 
 
 class _Count:

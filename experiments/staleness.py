@@ -201,8 +201,8 @@ def finish(runs: Sequence[Run], folder: Path, jobs: int, data_dir: str | None = 
     left = [run for run, outcome in outcomes.items() if outcome is None]
     if not left:
         return outcomes
-    stages = max(run.stages for run in left)
-    progress = _progress(len(left))
+    stages = max(run.stages for run in runs)
+    progress = _progress(len(left), stages)
     job = partial(train_and_record, folder=folder, data_dir=data_dir)
     for done, (run, outcome) in enumerate(_trained(left, job, stages, min(jobs, len(left))), start=1):
         outcomes[run] = outcome
@@ -210,11 +210,11 @@ def finish(runs: Sequence[Run], folder: Path, jobs: int, data_dir: str | None = 
     return outcomes
 
 
-def _progress(runs: int):
+def _progress(runs: int, stages: int):
     """A function of the number of runs done: a progress bar on a terminal, nothing elsewhere."""
     if not sys.stdout.isatty():
         return lambda done: None
-    start_tensorflow(1)
+    start_tensorflow(stages)  # as the runs do, if they are in this process
     import keras
 
     bar = keras.utils.Progbar(runs, unit_name="run")

@@ -1,0 +1,79 @@
+"""The study of slow networks: what it runs, how it makes seconds of steps, and what it says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments import slow_networks, staleness
+from experiments.policies import Outcome
+from plots.slow_networks import draw, rate
+
+
+def options(*arguments):
+    return slow_networks.parse(arguments)
+
+
+def test_one_device_is_always_among_the_runs():
+    runs = slow_networks.planned(options("--policy", "all-reduce/int8", "--workers", "3", "--seeds", "2"))
+    assert [(run.policy, run.stages, run.seed) for run in runs] == [
+        ("single", 1, 0),
+        ("single", 1, 1),
+        ("all-reduce/int8", 3, 0),
+        ("all-reduce/int8", 3, 1),
+    ]
+    assert {run.every for run in runs} == {10}
+
+
+def test_rates_are_told_once_from_the_fastest_on():
+    assert options("--rate", "20", "--rate", "1000", "--rate", "20").rate == [1000, 20]
+    assert [rate(each) for each in (10_000, 2500, 20)] == ["10 Gb/s", "2.5 Gb/s", "20 Mb/s"]
+
+
+def test_a_study_without_a_validation_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        options("--steps", "5", "--every", "6")
+    assert "Try --every 5" in capsys.readouterr().err
+
+
+def ways():
+    chosen = options("--policy", "all-reduce/int8", "--seeds", "2", "--rate", "20")
+    runs = slow_networks.planned(chosen)
+    histories = [[(10, 0.5), (20, 0.8)], [(10, 0.7), (20, 0.8)], [(10, 0.2), (20, 0.6)], [(10, 0.4)]]
+    outcomes = {run: Outcome(0.8, 0.5, history=each) for run, each in zip(runs, histories, strict=True)}
+    return slow_networks.gathered(runs, outcomes, {"single": [0.1], "all-reduce/int8": [0.2]})
+
+
+def test_curves_are_means_of_the_seeds_as_far_as_all_have_them():
+    single, compressed = ways()
+    assert single["steps"] == [10, 20]
+    assert single["accuracies"] == pytest.approx([0.6, 0.8])
+    assert single["ends"] == pytest.approx([0.65, 0.75])
+    assert compressed["steps"] == [10]
+    assert compressed["accuracies"] == pytest.approx([0.3])
+
+
+def test_the_table_tells_when_the_accuracy_of_one_device_is_nearly_reached():
+    lines = slow_networks.report(ways(), [20]).splitlines()
+    single, compressed = (next(line for line in lines if line.startswith(name)).split() for name in ("single", "all"))
+    assert single[-2:] == ["100.0", "2.0"]  # 20 minibatches of 100 ms
+    assert compressed[-2:] == ["200.0", "-"]
+
+
+@pytest.mark.wide
+def test_a_small_study_trains_simulates_and_draws(tmp_path, monkeypatch):
+    for each in (slow_networks, staleness):  # this process's TensorFlow has started
+        monkeypatch.setattr(each, "start_tensorflow", lambda devices: None)
+    given = ["--policy", "all-reduce", "--workers", "2", "--seeds", "1", "--steps", "4", "--every", "2", "--width", "8"]
+    given += ["--rate", "1000", "--rate", "1", "--jobs", "1", "--output", str(tmp_path)]
+    assert slow_networks.main(given) == 0
+    found = json.loads((tmp_path / "slow_networks.json").read_text())
+    single, shared = found["ways"]
+    assert single["steps"] == shared["steps"] == [2, 4]
+    assert single["accuracies"] == pytest.approx(shared["accuracies"], abs=2e-3)  # the same training
+    assert single["step_s"][0] == single["step_s"][1]
+    weights_bytes = 4 * (784 * 8 + 8 + 6 * (8 * 8 + 8) + 8 * 10 + 10)
+    assert shared["step_s"][1] - shared["step_s"][0] == pytest.approx(weights_bytes / 125e3, rel=0.3)
+    assert (tmp_path / "slow_networks.png").stat().st_size > 10_000
+    assert draw(tmp_path, tmp_path / "again.png").is_file()
