@@ -61,6 +61,9 @@ SENDING: dict[str, Mapping[str, Any]] = {
     },
     "all-reduce/gossip + local:8": {"scheme": AllReduce(ORDER, topology="gossip", synchrony="local:8")},
     "all-reduce/top-k - feedback": {"scheme": AllReduce(ORDER, TopK(error_feedback=False))},
+    "all-reduce/top-k - momentum": {"scheme": AllReduce(ORDER, TopK(momentum_correction=False))},
+    "all-reduce/top-k + warm-up": {"scheme": AllReduce(ORDER, TopK(warm_up=200))},
+    "all-reduce/top-k + warm-up + clipping": {"scheme": AllReduce(ORDER, TopK(warm_up=200, local_clipnorm=1.0))},
 }
 # What crosses the cuts of pipelines.
 CROSSING: dict[str, Mapping[str, Any]] = {

@@ -147,6 +147,7 @@ class StepRunner(Stepwise):
         self._set_rates(rate)
         if not self._steps_done or (self._step.is_late and not self._waiting):  # or what waited was applied meanwhile
             self._step.prepare()
+        self._step.at(settings.updates + self._steps_done)
         start_s = time.perf_counter()
         try:
             joins, when = True, {}
@@ -211,7 +212,9 @@ class StepRunner(Stepwise):
             self._step.settle()
             self._apart = False
         if self._waiting and self._step is not None:
+            assert self._run is not None  # what waits was made since the weights were taken from the model
             self._set_rates(None)
+            self._step.at(self._run.updates + self._steps_done)
             self._step.flush()
             self._waiting = False
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, ClassVar
 
 from pipetrain.schemes.arguments import checked_bool, checked_count
 
 ELEMENTS = 1000  # of which a share is sent
+FIRST_SHARE, QUARTERS = 0.25, 4  # of a warm-up: what is sent in the first of these
 FLOAT_BYTES, INDEX_BYTES = 4, 4  # of a scale or a kept value, and of its place
 
 
@@ -32,6 +33,7 @@ class Compression:
     name: ClassVar[str] = "own"
     first_option: ClassVar[str] = ""  # whose value may follow the name
     error_feedback: bool = False
+    local_clipnorm: float | None = None  # to which each device clips its gradients before
 
     def __post_init__(self) -> None:
         """Raise ValueError, TypeError for values that the compression cannot have."""
@@ -62,6 +64,14 @@ class Compression:
     def corrected(self, momentum: float, argument: str = "compression") -> float:
         """The momentum by which devices sum their gradients, in place of the optimizer that has it: none."""
         return 0.0
+
+    def phase(self, updates: int) -> int:
+        """Which of its phases has the gradient that follows so many updates: there is one."""
+        return 0
+
+    def in_phase(self, phase: int) -> Compression:
+        """How gradients are compressed in a phase."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,8 @@ class TopK(Compression):
 
     An element that is sent once in many steps would get the momentum of one gradient for many. With *momentum
     correction* each device sums its gradients by momentum before (``u <- mu * u + g``), and the optimizer has none;
-    what has been sent leaves that sum, too.
+    what has been sent leaves that sum, too. *Warm-up* sends more in the beginning: in the four quarters of the first
+    ``warm_up`` updates ``0.25 * (share / 0.25) ** (quarter / 4)`` for quarter 0 to 3.
 
     Args:
         share: of the elements, above 0 up to 1.
@@ -164,6 +175,9 @@ class TopK(Compression):
         momentum_correction: ``"auto"``: with error feedback, for Keras' SGD with a momentum that is not Nesterov's and
             nothing that clips or accumulates gradients, of models without embeddings; True: ValueError where that is
             not so; False: never.
+        warm_up: updates since training began in which more is sent, 0 for none.
+        local_clipnorm: the norm of the sum of all devices' gradients to which these are clipped before they are summed
+            by momentum, each device's own to ``local_clipnorm / sqrt(devices)``; None: they are not.
     """
 
     name: ClassVar[str] = "top-k"
@@ -171,11 +185,28 @@ class TopK(Compression):
     share: float = 0.01
     error_feedback: bool = True
     momentum_correction: bool | str = "auto"
+    warm_up: int = 0
+    local_clipnorm: float | None = None
 
     def _check(self) -> None:
         check_share(self.share)
         if self.momentum_correction != "auto":
             checked_bool("momentum_correction", self.momentum_correction, "Momentum is corrected, or it is not")
+        checked_count("warm_up", self.warm_up, "More is sent for so many updates, or for none", 100, least=0)
+        norm = self.local_clipnorm
+        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, Real) or not 0 < norm < math.inf):
+            raise ValueError(
+                f"Gradients are clipped to a norm above 0. Received: local_clipnorm={norm!r}. Try 1.0, or None."
+            )
+
+    def phase(self, updates: int) -> int:
+        """The quarter of the warm-up, or that it is over."""
+        return min(QUARTERS, QUARTERS * updates // self.warm_up) if self.warm_up else QUARTERS
+
+    def in_phase(self, phase: int) -> TopK:
+        """With the share of a quarter of the warm-up."""
+        share = FIRST_SHARE * (self.share / FIRST_SHARE) ** (phase / QUARTERS)
+        return self if phase == QUARTERS else replace(self, share=max(share, self.share))
 
     def corrected(self, momentum: float, argument: str = "compression") -> float:
         """The momentum by which devices sum their gradients, of an optimizer with this one; 0 where they do not.
@@ -210,7 +241,7 @@ class RandomK(TopK):
     Args:
         share: of the elements, above 0 up to 1.
         error_feedback: see ``Compression``.
-        momentum_correction: as that of ``TopK``.
+        momentum_correction, warm_up, local_clipnorm: as those of ``TopK``.
     """
 
     name: ClassVar[str] = "random-k"
@@ -308,6 +339,17 @@ def compression_of(given: Any, argument: str = "compression") -> Compression | N
             f"Unknown compression. Received: {argument}={given!r}. Try one of: {', '.join((NONE, *COMPRESSIONS))}."
         )
     return COMPRESSIONS[name](**(_first_option(given, name, value, argument) if value else {}))
+
+
+def summing(given: Any) -> Compression | None:
+    """The compression of gradients that a stage's replicas sum. Raises ValueError, TypeError for what cannot be one."""
+    compression = compression_of(given, "replica_compression")
+    if isinstance(compression, TopK) and (compression.warm_up or compression.local_clipnorm is not None):
+        raise ValueError(
+            "What a stage's replicas send is alike in all steps, and no device has the norm of all gradients. "
+            f"Received: replica_compression={given!r}. Try warm_up=0 and local_clipnorm=None."
+        )
+    return compression
 
 
 def _first_option(given: str, name: str, value: str, argument: str) -> dict[str, Any]:

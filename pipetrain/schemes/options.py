@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coded_reduce import Tree, checked_tree
-from pipetrain.schemes.compression import COMPRESSIONS, CUTS, NONE, Compression, check_crossing, compression_of
+from pipetrain.schemes.compression import COMPRESSIONS, CUTS, NONE, Compression, check_crossing, compression_of, summing
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.synchrony import (
@@ -112,7 +112,7 @@ class SchemeOptions:
 def check_replica_compression(given: Any, scheme: str) -> None:
     """Raise ValueError, TypeError for no compression, and for a scheme without replicas; None is the default."""
     lacks = scheme in EVERY_NAME and scheme not in owners("replica_compression")
-    if compression_of(given, "replica_compression") is not None and lacks:
+    if summing(given) is not None and lacks:
         raise ValueError(
             "Only pipelines of one stage a device have replicas, which sum gradients. Received: "
             f"replica_compression={given!r}, scheme={scheme!r}. Try leaving it out, or scheme='1f1b'."
@@ -173,7 +173,7 @@ class ReplicatedOptions(PipelineOptions):
 
     def _check(self) -> None:
         super()._check()
-        compression_of(self.replica_compression, "replica_compression")
+        summing(self.replica_compression)
 
     @property
     def scheme(self) -> Scheme:

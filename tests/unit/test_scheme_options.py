@@ -111,6 +111,12 @@ def test_the_automatic_grid_is_the_name_alone():
         (lambda: pipetrain.AllReduce(order="push-pull"), "Received: order='push-pull', scheme='all-reduce'"),
         (lambda: pipetrain.ParameterServer(servers=0), "Received: servers=0. Try servers=1"),
         (lambda: pipetrain.CodedReduce(2, stragglers=2), "Received: children=2, depth=1, stragglers=2"),
+        (lambda: pipetrain.TopK(warm_up=-1), "Received: warm_up=-1. Try warm_up=100"),
+        (lambda: pipetrain.TopK(local_clipnorm=0), "Received: local_clipnorm=0. Try 1.0, or None"),
+        (
+            lambda: pipetrain.OneFOneB(replica_compression=pipetrain.TopK(warm_up=9)),
+            "What a stage's replicas send is alike in all steps",
+        ),
         (lambda: pipetrain.Auto(staleness="some"), "Received: staleness='some'. Try one of: none, predicted"),
         (lambda: options_of("coded-reduce"), "needs to know how many children"),
         (
@@ -147,6 +153,17 @@ def test_schemes_are_told_as_a_program_would_write_them():
     assert written(given).startswith("pipetrain.AllReduce(compression=pipetrain.TopK(share=0.1")
     assert "synchrony=pipetrain.LocalSGD(steps=4" in written(given)
     assert flat(pipetrain.OneFOneB(compression=pipetrain.Int8(64))) == {"scheme": "1f1b", "compression": "int8:64"}
+
+
+def test_more_is_sent_in_the_quarters_of_a_warm_up():
+    """As Deep Gradient Compression has it: 25%, 6.25%, 1.6%, 0.4%, 0.1% of the elements."""
+    warm = pipetrain.TopK(share=0.001, warm_up=100)
+    assert [warm.phase(updates) for updates in (0, 24, 25, 99, 100, 10**9)] == [0, 0, 1, 3, 4, 4]
+    shares = [warm.in_phase(phase).share for phase in range(5)]
+    assert shares == pytest.approx([0.25, 0.0629, 0.0158, 0.0040, 0.001], rel=0.01)
+    plain = pipetrain.TopK(share=0.5)
+    assert plain.in_phase(plain.phase(0)) == plain
+    assert pipetrain.TopK(share=0.5, warm_up=8).in_phase(0).share == 0.5  # never less than asked
 
 
 def test_no_compression_is_one_value():

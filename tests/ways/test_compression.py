@@ -163,6 +163,70 @@ def test_momentum_is_that_of_each_device_where_few_elements_are_sent(way):
     np.testing.assert_allclose(layer.get_weights()[0], weights, rtol=1e-4, atol=1e-6)
 
 
+CLIPNORM = 1.5
+WARM = {"share": 1 / 8, "warm_up": 10, "local_clipnorm": CLIPNORM}
+
+
+@pytest.mark.parametrize("scheme", [pipetrain.AllReduce, pipetrain.ParameterServer])
+def test_warm_up_and_clipping_are_those_of_numpy(scheme):
+    """Two layers without biases, two devices: momentum, fewer elements quarter by quarter, and one norm of both."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(48, 8)).astype("float32"), rng.normal(size=(48, 4)).astype("float32")
+    layers = [keras.layers.Dense(6, use_bias=False), keras.layers.Dense(4, use_bias=False)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    first, second = (each.get_weights()[0].astype(np.float64) for each in layers)
+    pm = pipetrain.PipelineModel(model, devices=DEVICES[:2], scheme=scheme(order="none", compression=TopK(**WARM)))
+    pm.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
+    pm.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    left, velocity = ([[np.zeros(48), np.zeros(24)] for _ in range(2)] for _ in range(2))
+    clipped = 0
+    for update, begin in enumerate([*range(0, 48, 8)] * 2):
+        share = max(1 / 8, 0.25 * 0.5 ** (min(4, 4 * update // 10) / 4))
+        totals = [np.zeros(48), np.zeros(24)]
+        for worker in range(2):
+            rows = slice(begin + 4 * worker, begin + 4 * worker + 4)
+            hidden = x[rows] @ first
+            error = (hidden @ second - y[rows]) * 2 / (8 * 4)
+            gradients = [(x[rows].T @ (error @ second.T)).ravel(), (hidden.T @ error).ravel()]
+            norm = math.sqrt(sum(float(each @ each) for each in gradients))
+            factor = min(1.0, CLIPNORM / math.sqrt(2) / norm)
+            clipped += factor < 1
+            for n, gradient in enumerate(gradients):
+                velocity[worker][n] = 0.9 * velocity[worker][n] + factor * gradient
+                left[worker][n] += velocity[worker][n]
+                places = np.argsort(-np.abs(left[worker][n]))[: math.ceil(share * gradient.size)]
+                totals[n][places] += left[worker][n][places]
+                left[worker][n][places] = velocity[worker][n][places] = 0.0
+        first, second = first - 0.02 * totals[0].reshape(8, 6), second - 0.02 * totals[1].reshape(6, 4)
+    assert 0 < clipped < 24
+    for layer, expected in zip(layers, (first, second), strict=True):
+        np.testing.assert_allclose(layer.get_weights()[0], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("way", [{"order": "caramel"}, {"synchrony": "stale:1"}])
+def test_a_run_that_is_stopped_in_its_warm_up_goes_on_bitwise(way, tmp_path):
+    """A quarter of it ends where the run goes on; in each quarter the step is traced anew."""
+    compression = TopK(0.1, warm_up=24 * 2)
+    assert_goes_on_bitwise(tmp_path, scheme="all-reduce", devices=DEVICES, compression=compression, **way)
+
+
+@pytest.mark.wide
+def test_weights_after_a_warm_up_depend_neither_on_the_order_nor_on_who_sums():
+    compression = TopK(share=0.05, warm_up=32)
+    first, *others = (
+        trained(scheme, order=order, compression=compression).get_weights()
+        for scheme, order in (("all-reduce", "none"), ("all-reduce", "caramel"), ("parameter-server", "push-pull"))
+    )
+    for other in others:
+        networks.assert_equal(other, first)
+
+
+def test_gradients_that_are_not_sent_are_not_clipped():
+    with pytest.raises(ValueError, match="workers that join their weights send none"):
+        trained(synchrony="local:4", compression=TopK(local_clipnorm=1.0))
+
+
 def test_momentum_that_cannot_be_corrected_is_refused():
     with pytest.raises(ValueError, match="Momentum correction needs"):
         trained(optimizer=keras.optimizers.Adam(), compression=TopK(momentum_correction=True))

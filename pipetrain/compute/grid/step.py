@@ -238,6 +238,9 @@ class GridStep:
         every = grid.outputs if self.weights.reads_whole else 1
         return grid.counts(sum(int(each[0][0].shape[0]) for n, each in given.items() if n % every == 0))
 
+    def at(self, updates: int) -> None:
+        """All steps are alike."""
+
     def prepare(self) -> None:
         """Nothing is returned to workers."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, cached_property, partial
 from itertools import pairwise
@@ -343,6 +344,8 @@ class Compressor:
         first: the number of the first variable, for random numbers.
         of_moves: whether it is not gradients that are sent, but how far weights have moved.
         argument: what errors call the compression.
+
+    ``phase`` is the compression's, which what is traced then is made for.
     """
 
     def __init__(
@@ -359,9 +362,20 @@ class Compressor:
         self._argument = argument
         self.options, self._momentum, self._first = options, momentum, first
         self._kinds = KeptGradient(OF_MOVES if of_moves else OF_MOMENTUM if momentum else RESIDUAL, "memory", MOMENTUM)
-        self._codecs = {n: codec_of(options, each, argument) for n, each in specs.items()}
+        self._specs, self._of_phases = dict(specs), dict[int, dict[int, Codec]]()
+        self.phase = options.phase(sys.maxsize)  # the last one
         self._originals = originals
         self._kept = [{n: self._new(device, each) for n, each in self._codecs.items()} for device in devices]
+
+    @property
+    def _codecs(self) -> dict[int, Codec]:
+        """What makes messages of the gradients, by the variables' numbers."""
+        if self.phase not in self._of_phases:
+            options = self.options.in_phase(self.phase)
+            self._of_phases[self.phase] = {
+                n: codec_of(options, each, self._argument) for n, each in self._specs.items()
+            }
+        return self._of_phases[self.phase]
 
     def _new(self, device: str, codec: Codec) -> KeptGradient:
         feeds = self.options.error_feedback and type(codec) is not Codec
@@ -371,6 +385,16 @@ class Compressor:
                 codec.memory_like and zeros_of(codec.memory_like),
                 zeros_of(codec.spec) if self._momentum else None,
             )
+
+    def clipped(self, device: str, gradients: Gradients) -> Gradients:
+        """All gradients of a device, by a norm that is the smaller the more devices there are."""
+        norm = self.options.local_clipnorm
+        if norm is None:
+            return gradients
+        numbers = [n for n, each in gradients.items() if each is not None]
+        with tf.device(device):
+            made, _ = tf.clip_by_global_norm([gradients[n] for n in numbers], norm / math.sqrt(len(self._kept)))
+        return {**gradients, **dict(zip(numbers, made, strict=True))}
 
     def check_dense(self, rows: Collection[int]) -> None:
         """Raise ValueError for gradients that are rows where messages have the momentum: these would have none."""
@@ -480,7 +504,8 @@ class Compressor:
                 arrives = tf.reshape(codec.value(message, seed), value.shape)
                 kept.residual.value.assign(value - arrives, read_value=False)
                 if kept.velocity is not None:
-                    left = tf.where(arrives == 0, velocity, tf.zeros_like(velocity))
+                    is_whole = type(codec) is Codec  # the momentum of what is sent whole goes on, as an optimizer's
+                    left = velocity if is_whole else tf.where(arrives == 0, velocity, tf.zeros_like(velocity))
                     kept.velocity.value.assign(left, read_value=False)
             return message
 
@@ -488,6 +513,11 @@ class Compressor:
         """What a message brings."""
         codec = self._codecs[n]
         return tf.reshape(codec.value(message, (step, self._first + n)), codec.spec.shape)
+
+
+def clips(options: Compression | None) -> bool:
+    """Whether devices clip their gradients before these are compressed."""
+    return options is not None and options.local_clipnorm is not None
 
 
 class ReplicaSums:

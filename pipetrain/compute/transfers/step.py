@@ -104,6 +104,7 @@ class TransferStep:
         self._captured = [[placed(each, worker.device) for each in captured] for worker in workers]
         self._functions: dict[Any, Any] = {}
         self._record: Record | None = None  # of the function that is being traced
+        self._phase = self._late_phase = 0  # of the compression: of this step, and of the gradients that wait
         self._sent: dict[Any, list[RecordedMessage]] = {}
 
     def _zeros(self, worker: Worker, numbers: Sequence[int]) -> dict[int, tf.Variable]:
@@ -126,6 +127,12 @@ class TransferStep:
         """Whether gradients of the last step wait, as far as the workers know it."""
         return self.is_late and bool(self._waits.numpy())
 
+    def at(self, updates: int) -> None:
+        """What follows is of the step that follows so many updates."""
+        if self._compressor is not None:
+            options = self._compressor.options
+            self._phase, self._late_phase = options.phase(updates), options.phase(max(0, updates - 1))
+
     def __call__(
         self, rows: Sequence[Rows], pending: bool, records: bool, joins: bool = True
     ) -> tuple[StepResult, list[RecordedMessage]]:
@@ -136,7 +143,7 @@ class TransferStep:
         """
         active = tuple(each.worker for each in rows)
         given = [(each.inputs, each.shares) for each in rows]
-        key = active, pending, records, joins
+        key = active, pending, records, joins, self._phase, self._late_phase if pending else None
         if key not in self._functions:
             *_, differentiable, constants, shares = self._made.structured_input_signature[0]
             function = tf.function(packing_captures(partial(self._body, active, pending, joins)), autograph=False)
@@ -161,10 +168,11 @@ class TransferStep:
         self._call(self._settle)
 
     def _call(self, body: Callable[[], None]) -> None:
-        """Run this as a function, which is traced once."""
-        if body not in self._functions:
-            self._functions[body] = tf.function(packing_captures(body), autograph=False).get_concrete_function()
-        self._functions[body]()
+        """Run this as a function, which is traced once in each phase of the compression."""
+        key = body, self._phase, self._late_phase
+        if key not in self._functions:
+            self._functions[key] = tf.function(packing_captures(body), autograph=False).get_concrete_function()
+        self._functions[key]()
 
     def _body(self, active: Sequence[int], pending: bool, joins: bool, given: Sequence[Any]) -> StepResult:
         pulled = self._pulled(active) if self._is_stale else []
@@ -277,7 +285,7 @@ class TransferStep:
     def _push(self, active: Sequence[int], made: Sequence[Made]) -> None:
         """Send what is sent in this step, and update; the rest is kept for the next one."""
         gradients = [
-            (self._workers[worker].device, dict(enumerate(each.gradients)))
+            (self._workers[worker].device, self._clipped(worker, dict(enumerate(each.gradients))))
             for worker, each in zip(active, made, strict=True)
         ]
         self._update(self._plan.pushes, gradients, active, late=False)
@@ -289,6 +297,11 @@ class TransferStep:
                     variable.assign(tf.convert_to_tensor(mine), read_value=False)
         if self.is_late:
             self._set_waits(True)
+
+    def _clipped(self, worker: int, gradients: Gradients) -> Gradients:
+        if self._compressor is None:
+            return gradients
+        return self._compressor.clipped(self._workers[worker].device, gradients)
 
     def _set_waits(self, waits: bool) -> None:
         with tf.device(self._workers[0].device):
@@ -363,6 +376,7 @@ class TransferStep:
         if self._compressor is None:
             return reduced(order, gradients, sinks, like, self._is_ring)
         made = [(worker, *each) for worker, each in zip(workers, gradients, strict=True)]
+        self._compressor.phase = self._late_phase if late else self._phase
         return self._compressor.reduced(order, made, sinks, like, lambda device: self._number(device, late))
 
     def _number(self, device: str, late: bool) -> tf.Tensor:
