@@ -143,7 +143,8 @@ class Way:
         """Train for a turn, which ``counts`` unless it is to warm up."""
         import numpy as np
 
-        x = self._x[: self._rows * max(self._least_steps, 2 + self._join_steps)]
+        joined = self._join_steps or 1
+        x = self._x[: self._rows * (2 + joined * max(1, (self._least_steps - 2) // joined))]
         ends = ends_s(self._pm, x, np.zeros(len(x), "int32"), self._rows, shuffle=False)
         taken_ms = [1e3 * each for each in np.diff(ends)[:-1]]  # the last sends no rows ahead
         if self._is_at_own_pace or self._join_steps:  # results of several workers come at once; one step of many joins
@@ -154,8 +155,7 @@ class Way:
     def _join_steps(self) -> int:
         """Steps after which workers join, where these are several; else none."""
         taken = self._pm.choice and self._pm.choice.taken.told.get("synchrony")
-        local = synchrony_of(self._synchrony or taken)
-        return local.steps if isinstance(local, LocalSGD) else 0
+        return join_steps(self._synchrony or taken)
 
     @property
     def taken(self) -> str:
@@ -177,6 +177,12 @@ class Way:
         if setting.is_stale:  # what the simulator takes for the plan of the step that has made the gradients
             plan = plan._replace(pushes=plan.late, late=Phase())
         return 1e3 * mean_step_s(setting, plan)
+
+
+def join_steps(synchrony: Any) -> int:
+    """Steps after which workers join by a synchrony, 0 where they do not."""
+    local = synchrony_of(synchrony)
+    return local.steps if isinstance(local, LocalSGD) else 0
 
 
 class Peer:
@@ -405,6 +411,10 @@ def main() -> None:
     parser.add_argument("--addresses", nargs="*", help=argparse.SUPPRESS)  # of the workers: on the first host
     add_scheme_options(parser, ["servers"])
     options = parser.parse_args()
+    long = [each for each in options.synchrony or () if join_steps(each) > MOST_JOINED]
+    if long or (options.combined and not (options.compression and options.synchrony)):
+        given = f"--synchrony {long[0]}" if long else "--combined without --compression and --synchrony"
+        parser.error(f"a turn has {MOST_JOINED} steps at most, and --combined needs both: not {given}")
     options.rows = options.rows or NETWORKS[options.network][1]
     if options.steps < 3:
         parser.error(

@@ -2,10 +2,11 @@
 
 Workers of data parallelism share the rows of each minibatch. What a compression, or joining less often, costs of
 accuracy is trained for: the dense layers and the runs of experiments/staleness.py, with a validation every so many
-minibatches. The seconds of a minibatch are simulated, since they depend on the network and accuracy does not: the
-layers, and what encoding and decoding take, are profiled on this machine with each worker's part of its cores, one at
-least, and every worker is a host of that speed, whose port carries so many Mb/s each way; a message takes
-{latency_ms:g} ms beside its bytes. `single` is one such device without a network.
+minibatches, for which workers with weights of their own are joined. The seconds of a minibatch are simulated, since
+they depend on the network and accuracy does not: the layers, and what encoding and decoding take, are profiled on this
+machine with each worker's part of its cores, one at least, and every worker is a host of that speed, whose port carries
+so many Mb/s each way; a message takes {latency_ms:g} ms beside its bytes. `single` is one such device without a
+network.
 
 Runs that have ended in the output folder are not repeated. By default these are {runs} runs, about {minutes} minutes on
 two CPU cores.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -42,6 +44,7 @@ from pipetrain.plan.memory import Training  # noqa: E402
 from pipetrain.plan.partition import everywhere  # noqa: E402
 from pipetrain.schemes.compression import compression_of  # noqa: E402
 from pipetrain.schemes.options import TransferOptions  # noqa: E402
+from pipetrain.schemes.synchrony import LocalSGD, synchrony_of  # noqa: E402
 from pipetrain.simulation.copies import Copies  # noqa: E402
 
 SINGLE = "single"
@@ -51,6 +54,9 @@ NAMES = (
 )
 RATES_MBIT = (10_000, 1_000, 100, 20)
 LATENCY_S = 5e-4  # of a message between two processes of TensorFlow, beside its bytes
+# For a validation late gradients are applied at once; workers with a pace of their own are not simulated; a warm-up
+# sends more in some steps than in others.
+LEFT_OUT = re.compile("stale|asynchronous|warm-up")
 SEEDS, RUN_S = 3, 25.0  # of each run, two at a time on two CPU cores
 NEAR = 0.01  # of accuracy: what counts as having reached what `single` has at its end
 LAST = 5  # validations of a run, whose mean is its accuracy at the end
@@ -64,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = planned(options)
         with ExitStack() as ends:
             output = owned(Path(options.output), ends)
-            outcomes = staleness.finish(runs, writable(output / "runs"), options.jobs)
             start_tensorflow(options.workers)
-            ways = gathered(runs, outcomes, seconds(runs[0], options))
+            step_s = seconds(runs[0], options)
+            ways = gathered(runs, staleness.finish(runs, writable(output / "runs"), options.jobs), step_s)
             content = {"title": title(options), "rates_mbit": options.rate, "ways": ways}
             (output / TABLE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except ValueError as error:
@@ -88,7 +94,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about, formatter_class=Folded)
     add = parser.add_argument
     several = "may be given several times"
-    choices = (SINGLE, *SENDING)
+    choices = (SINGLE, *(name for name in SENDING if not LEFT_OUT.search(name)))
     add(
         "--policy",
         action="append",
@@ -106,8 +112,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--workers", type=count, default=4, metavar="N", help="(default: %(default)s)")
     add("--seeds", type=count, default=SEEDS, metavar="N", help="runs of each (default: %(default)s)")
     add("--learning-rate", type=from_zero, default=0.02, metavar="X", help="of SGD (default: %(default)s)")
-    add("--steps", type=count, default=500, metavar="N", help="minibatches (default: %(default)s)")
-    add("--every", type=count, default=10, metavar="N", help="minibatches between validations (default: %(default)s)")
+    add("--steps", type=count, default=512, metavar="N", help="minibatches (default: %(default)s)")
+    add("--every", type=count, default=32, metavar="N", help="minibatches between validations (default: %(default)s)")
     add("--batch-size", type=count, default=256, metavar="N", help="rows of a minibatch (default: %(default)s)")
     add("--depth", type=count, default=8, metavar="N", help="layers of the network (default: %(default)s)")
     add("--width", type=count, default=256, metavar="N", help="units of its layers (default: %(default)s)")
@@ -132,7 +138,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"No validation would be made. Received: --steps {options.steps}, --every {options.every}. "
             f"Try --every {options.steps}."
         )
+    joins = {name: join_steps(name) for name in options.policy}
+    if wrong := [name for name, steps in joins.items() if options.every % steps]:
+        parser.error(
+            f"Workers are joined for a validation, which is to be when they join by themselves. Received: --policy "
+            f"{wrong[0]}, --every {options.every}. Try --every {joins[wrong[0]]}."
+        )
     return options
+
+
+def join_steps(policy: str) -> int:
+    """The minibatches from one join of its workers to the next."""
+    synchrony = synchrony_of(getattr(EVERY_POLICY[policy]["scheme"], "synchrony", None))
+    return synchrony.steps if isinstance(synchrony, LocalSGD) else 1
 
 
 def planned(options: argparse.Namespace) -> list[Run]:
@@ -162,16 +180,20 @@ def seconds(run: Run, options: argparse.Namespace) -> dict[str, list[float]]:
         cluster = Cluster((Level(Link(rate_mbit * 1e6 / 8, LATENCY_S), contention="port"),))
         copies = Copies(parts, options.workers, cluster, Training())
         for name, scheme in schemes.items():
-            way = None if name == SINGLE else copies.of(scheme)
-            found[name].append(way.step_s if way else everywhere(whole, 1, cluster, Training()).step_s)
+            made = everywhere(whole, 1, cluster, Training()) if name == SINGLE else copies.of(scheme)
+            found[name].append(made.step_s)
     return found
 
 
 def gathered(runs: Sequence[Run], outcomes: dict[Run, Outcome], step_s: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Of each policy the accuracies after so many minibatches, each seed's at the end, and its seconds by rate."""
+    """Of each policy the accuracies after so many minibatches, each seed's at the end, and its seconds by rate.
+
+    Runs that have diverged only count as such.
+    """
     ways = []
     for policy, of_rates_s in step_s.items():
-        histories = [outcomes[run].history for run in runs if run.policy == policy]
+        every = [outcomes[run] for run in runs if run.policy == policy]
+        histories = [each.history for each in every if not each.diverged]
         shared = list(zip(*histories, strict=False))
         ways.append(
             {
@@ -179,7 +201,8 @@ def gathered(runs: Sequence[Run], outcomes: dict[Run, Outcome], step_s: dict[str
                 "step_s": of_rates_s,
                 "steps": [rows[0][0] for rows in shared],
                 "accuracies": [fmean(accuracy for _, accuracy in rows) for rows in shared],
-                "ends": [fmean(each for _, each in history[-LAST:]) for history in histories if history],
+                "ends": [fmean(each for _, each in history[-LAST:]) for history in histories],
+                "diverged": len(every) - len(histories),
             }
         )
     return ways
@@ -210,7 +233,8 @@ def report(ways: Sequence[dict[str, Any]], rates_mbit: Sequence[int]) -> str:
         )
         ms = [f"{1e3 * each:.1f}" for each in way["step_s"]]
         reached = ["-" if step is None else f"{step * each:.1f}" for each in way["step_s"]]
-        rows.append((way["policy"], shown(way["ends"], 3), *ms, *reached))
+        lost = f", {way['diverged']} diverged" if way["diverged"] else ""
+        rows.append((way["policy"], shown(way["ends"], 3) + lost, *ms, *reached))
     return text_table(header, rows)
 
 

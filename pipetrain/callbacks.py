@@ -39,7 +39,8 @@ class Snapshots(keras.callbacks.Callback):
     """Calls a function with the weights at regular numbers of updates, without draining the pipeline.
 
     Each stage keeps its weights right after the update in question, so the function gets the model after exactly that
-    number of updates, whatever is in flight. The stages pause while the function runs.
+    number of updates, whatever is in flight. The stages pause while the function runs. Workers with weights of their
+    own (``synchrony="local:8"``) join them for it.
 
     Args:
         every_steps: number of updates between calls, counted from the start of ``fit``.

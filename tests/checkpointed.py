@@ -55,9 +55,10 @@ def run(directory, stop_after=None, data=arrays, callbacks=(), every_steps=4, ve
 
 
 def assert_goes_on_bitwise(directory, **way):
-    """Stopped in the midst and resumed, training in this way ends with the weights of a run that was not."""
+    """Stopped in the midst and resumed, training in this way ends with the weights of a run that was not: that one."""
     whole, _ = run(directory / "whole", **way)
     _, history = run(directory / "stopped", stop_after=STEPS + 3, **way)
     assert history is None
     again, _ = run(directory / "stopped", **way)
     networks.assert_equal(again.get_weights(), whole.get_weights())
+    return whole

@@ -25,6 +25,7 @@ from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.run.course_runner import CourseRunner
 from pipetrain.run.pipeline import Pipeline
 from pipetrain.run.program_runner import ProgramRunner, is_one_function
+from pipetrain.schemes.compression import summing
 from pipetrain.schemes.policies import SpecTrainPolicy
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.splitting import window
@@ -68,6 +69,7 @@ class PipelineStrategy(RunnerStrategy):
                     f"replica_compression={str(compression)!r}, optimizer={type(owner.optimizer).__name__}, in which "
                     "Keras wraps others under the policy 'mixed_float16'. Try the policy 'mixed_bfloat16'."
                 )
+            summing(compression)  # raises for one that a scheme's own object may have
             plain = self._scheme.synchronous and not self._has_rows_or_shares()
             momentum = plain * plain_momentum(stepping(owner.optimizer))
             self._summed = compression.corrected(momentum, "replica_compression")

@@ -25,7 +25,7 @@ from pipetrain.compute.graph.sharing import embeddings
 from pipetrain.compute.optimizer.clone import plain_momentum, whole_step
 from pipetrain.compute.optimizer.gradient_scaling import limit, stepping
 from pipetrain.compute.profiling.progress import Progress
-from pipetrain.compute.transfers.compression import Compressor, clips
+from pipetrain.compute.transfers.compression import Compressor
 from pipetrain.compute.transfers.outer_step import Mixing, OuterStep, OwnWeights
 from pipetrain.compute.transfers.step import OwnPaceStep, TransferStep
 from pipetrain.compute.transfers.weights import Weights, WeightsPart, Worker
@@ -195,12 +195,6 @@ class TransferStrategy(RunnerStrategy):
             # An embedding's rows are sent as they are, and have no momentum but the optimizer's.
             is_one = not self._is_apart and not embeddings(self.model, self.model.trainable_variables)
             self._momentum = self._compression.corrected(is_one * plain_momentum(stepping(owner.optimizer)))
-            if self._is_apart and clips(self._compression):
-                raise ValueError(
-                    "Devices clip the gradients that they send, and workers that join their weights send none. "
-                    f"Received: compression={self._compression!r}, synchrony={self._synchrony!r}. "
-                    "Try local_clipnorm=None, and an optimizer with clipnorm."
-                )
         super().compiled(owner, loss, jit_compile)
         self._plans = {}
 
@@ -377,11 +371,16 @@ class TransferStrategy(RunnerStrategy):
     def _tried_s(self, plan: Plan, keeps: Sequence[Plan], fitted: int) -> float:
         """Seconds of a minibatch by this plan, after which those in ``keeps`` may be tried."""
         try:
-            return minibatch_s(self._by(plan, keeps, fitted), known(self._compilation.data.first))
+            runner = self._by(plan, keeps, fitted)
+            self._runner.is_tried = True
+            return minibatch_s(runner, known(self._compilation.data.first))
         except BaseException as error:
             if not isinstance(error, FORGETTING):
                 self._runner = None  # the next trial is of another plan
             raise
+        finally:
+            if self._runner is not None:
+                self._runner.is_tried = False
 
     def _takes(self, plan: Plan) -> bool:
         """Whether there is a runner that can make steps by this plan."""
@@ -467,7 +466,7 @@ class TransferStrategy(RunnerStrategy):
     @property
     def _needs_all(self) -> bool:
         """Whether all gradients are needed at once: their norm, by a class of the user's, or to join weights."""
-        if self._is_apart or clips(self._compression):
+        if self._is_apart:
             return True
         steps = stepping(self.optimizer)
         return limit(steps.global_clipnorm) is not None or bool(whole_step(steps))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -86,6 +87,7 @@ class StepRunner(Stepwise):
         self._known: dict[Plan, Any] = {}  # what ran steps by other plans
         self._late_rate: float | None = None  # of the step whose late gradients wait
         self._waiting = False  # whether there are any
+        self.is_tried = False  # whether steps are made to see what they take
         self._apart = False  # whether workers have made steps that the weights which are stored do not know
 
     def takes(self, plan: Plan) -> bool:
@@ -147,7 +149,7 @@ class StepRunner(Stepwise):
         self._set_rates(rate)
         if not self._steps_done or (self._step.is_late and not self._waiting):  # or what waited was applied meanwhile
             self._step.prepare()
-        self._step.at(settings.updates + self._steps_done)
+        self._step.at(self._updates)
         start_s = time.perf_counter()
         try:
             joins, when = True, {}
@@ -164,6 +166,12 @@ class StepRunner(Stepwise):
         for group in (group for weights in self._weights for group in weights.groups):
             group.updated()
         self._stepped(Result(result.loss, result.output))
+
+    @property
+    def _updates(self) -> int:
+        """How many were made before the next step; in a trial, which tells what most steps take, as many as can be."""
+        assert self._run is not None  # within a run
+        return sys.maxsize if self.is_tried else self._run.updates + self._steps_done
 
     def _note(self, start_s: float, times: Any, sent: Sequence[RecordedMessage], active: Sequence[int]) -> None:
         """Record a step that has begun then and is over now, and its messages, whose times are those of day."""
@@ -212,9 +220,8 @@ class StepRunner(Stepwise):
             self._step.settle()
             self._apart = False
         if self._waiting and self._step is not None:
-            assert self._run is not None  # what waits was made since the weights were taken from the model
             self._set_rates(None)
-            self._step.at(self._run.updates + self._steps_done)
+            self._step.at(self._updates)
             self._step.flush()
             self._waiting = False
 

@@ -167,7 +167,7 @@ class TopK(Compression):
     An element that is sent once in many steps would get the momentum of one gradient for many. With *momentum
     correction* each device sums its gradients by momentum before (``u <- mu * u + g``), and the optimizer has none;
     what has been sent leaves that sum, too. *Warm-up* sends more in the beginning: in the four quarters of the first
-    ``warm_up`` updates ``0.25 * (share / 0.25) ** (quarter / 4)`` for quarter 0 to 3.
+    ``warm_up`` steps ``0.25 * (share / 0.25) ** (quarter / 4)`` for quarter 0 to 3.
 
     Args:
         share: of the elements, above 0 up to 1.
@@ -175,9 +175,9 @@ class TopK(Compression):
         momentum_correction: ``"auto"``: with error feedback, for Keras' SGD with a momentum that is not Nesterov's and
             nothing that clips or accumulates gradients, of models without embeddings; True: ValueError where that is
             not so; False: never.
-        warm_up: updates since training began in which more is sent, 0 for none.
-        local_clipnorm: the norm of the sum of all devices' gradients to which these are clipped before they are summed
-            by momentum, each device's own to ``local_clipnorm / sqrt(devices)``; None: they are not.
+        warm_up: steps since training began, each worker's own where it has some, in which more is sent; 0 for none.
+        local_clipnorm: each device's gradients are clipped to the norm ``local_clipnorm / sqrt(devices)`` before they
+            are summed by momentum, so that the sum of independent ones has about ``local_clipnorm``; None: never.
     """
 
     name: ClassVar[str] = "top-k"
@@ -201,7 +201,9 @@ class TopK(Compression):
 
     def phase(self, updates: int) -> int:
         """The quarter of the warm-up, or that it is over."""
-        return min(QUARTERS, QUARTERS * updates // self.warm_up) if self.warm_up else QUARTERS
+        if not self.warm_up or self.share >= FIRST_SHARE:
+            return QUARTERS
+        return min(QUARTERS, QUARTERS * updates // self.warm_up)
 
     def in_phase(self, phase: int) -> TopK:
         """With the share of a quarter of the warm-up."""

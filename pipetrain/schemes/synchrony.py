@@ -359,6 +359,11 @@ def check_together(topology: Any, synchrony: Any, compression: Any) -> None:
             "Gradients of single workers are sent as they are. Received: "
             f"compression={compression!r}, synchrony={synchrony!r}. Try no compression, or synchrony='stale:1'."
         )
+    if isinstance(joined, LocalSGD) and getattr(compression, "local_clipnorm", None) is not None:
+        raise ValueError(
+            "Devices clip the gradients that they send, and workers that join their weights send none. Received: "
+            f"compression={compression!r}, synchrony={synchrony!r}. Try local_clipnorm=None."
+        )
     if found is not None and compression is not None:
         why = "Compressed gradients go to all workers that need them" if found == RING else "Neighbours send weights"
         raise ValueError(

@@ -23,7 +23,7 @@ def test_one_device_is_always_among_the_runs():
         ("all-reduce/int8", 3, 0),
         ("all-reduce/int8", 3, 1),
     ]
-    assert {run.every for run in runs} == {10}
+    assert {run.every for run in runs} == {32}
 
 
 def test_rates_are_told_once_from_the_fastest_on():
@@ -37,11 +37,20 @@ def test_a_study_without_a_validation_is_refused(capsys):
     assert "Try --every 5" in capsys.readouterr().err
 
 
+def test_workers_join_when_they_are_validated(capsys):
+    with pytest.raises(SystemExit):
+        options("--policy", "all-reduce/local:8", "--every", "12")
+    assert "Try --every 8" in capsys.readouterr().err
+
+
 def ways():
     chosen = options("--policy", "all-reduce/int8", "--seeds", "2", "--rate", "20")
     runs = slow_networks.planned(chosen)
     histories = [[(10, 0.5), (20, 0.8)], [(10, 0.7), (20, 0.8)], [(10, 0.2), (20, 0.6)], [(10, 0.4)]]
-    outcomes = {run: Outcome(0.8, 0.5, history=each) for run, each in zip(runs, histories, strict=True)}
+    losses = [0.5, 0.5, 0.5, None]
+    outcomes = {
+        run: Outcome(loss and 0.8, loss, history=each) for run, loss, each in zip(runs, losses, histories, strict=True)
+    }
     return slow_networks.gathered(runs, outcomes, {"single": [0.1], "all-reduce/int8": [0.2]})
 
 
@@ -50,15 +59,15 @@ def test_curves_are_means_of_the_seeds_as_far_as_all_have_them():
     assert single["steps"] == [10, 20]
     assert single["accuracies"] == pytest.approx([0.6, 0.8])
     assert single["ends"] == pytest.approx([0.65, 0.75])
-    assert compressed["steps"] == [10]
-    assert compressed["accuracies"] == pytest.approx([0.3])
+    assert compressed["accuracies"] == pytest.approx([0.2, 0.6])  # of the run that has not diverged
+    assert (single["diverged"], compressed["diverged"]) == (0, 1)
 
 
 def test_the_table_tells_when_the_accuracy_of_one_device_is_nearly_reached():
     lines = slow_networks.report(ways(), [20]).splitlines()
     single, compressed = (next(line for line in lines if line.startswith(name)).split() for name in ("single", "all"))
     assert single[-2:] == ["100.0", "2.0"]  # 20 minibatches of 100 ms
-    assert compressed[-2:] == ["200.0", "-"]
+    assert compressed[-2:] == ["200.0", "-"] and "1 diverged" in " ".join(compressed)
 
 
 @pytest.mark.wide

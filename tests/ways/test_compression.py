@@ -14,8 +14,9 @@ import parameters
 import pytest
 import reference
 import tensorflow as tf
-from checkpointed import Stop, arrays, assert_goes_on_bitwise, pipeline, run
+from checkpointed import Stop, arrays, assert_goes_on_bitwise, model, pipeline, run
 from transfer_models import words
+from transfer_plans import late_plan
 
 import pipetrain
 from pipetrain.callbacks import PipelineCheckpoint
@@ -204,22 +205,41 @@ def test_warm_up_and_clipping_are_those_of_numpy(scheme):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("way", [{"order": "caramel"}, {"synchrony": "stale:1"}])
-def test_a_run_that_is_stopped_in_its_warm_up_goes_on_bitwise(way, tmp_path):
-    """A quarter of it ends where the run goes on; in each quarter the step is traced anew."""
-    compression = TopK(0.1, warm_up=24 * 2)
-    assert_goes_on_bitwise(tmp_path, scheme="all-reduce", devices=DEVICES, compression=compression, **way)
+def test_a_run_that_is_stopped_in_its_warm_up_goes_on_bitwise(tmp_path):
+    """Gradients that are late at the end of a quarter are sent as those of their own step."""
+    way = {
+        "scheme": "all-reduce",
+        "devices": DEVICES,
+        "order": late_plan(model()),
+        "compression": TopK(0.1, warm_up=40),
+    }
+    whole = assert_goes_on_bitwise(tmp_path, **way)
+    assert inside.plan(whole).late.packs
+    again, _ = run(tmp_path / "none", every_steps=None, **{**way, "order": "none"})
+    networks.assert_close(again.get_weights(), whole.get_weights())
 
 
 @pytest.mark.wide
 def test_weights_after_a_warm_up_depend_neither_on_the_order_nor_on_who_sums():
-    compression = TopK(share=0.05, warm_up=32)
+    compression = TopK(share=0.05, warm_up=8)
     first, *others = (
         trained(scheme, order=order, compression=compression).get_weights()
         for scheme, order in (("all-reduce", "none"), ("all-reduce", "caramel"), ("parameter-server", "push-pull"))
     )
     for other in others:
         networks.assert_equal(other, first)
+
+
+@pytest.mark.parametrize("factor", [None, 1024.0])
+def test_clipping_knows_that_the_loss_is_scaled(factor):
+    model = networks.mlp(2, 16)
+    before = model.get_weights()
+    compression = TopK(1.0, local_clipnorm=0.01)
+    optimizer = keras.optimizers.SGD(1.0, loss_scale_factor=factor)
+    way = {"scheme": "all-reduce", "devices": DEVICES[:1], "stages": None, "order": "none"}
+    networks.fit(networks.pipeline(model, optimizer, compression=compression, **way), *networks.data(20))
+    moved = [old - new for old, new in zip(before, model.get_weights(), strict=True)]
+    assert math.sqrt(sum(float(np.sum(each**2)) for each in moved)) == pytest.approx(0.01, rel=1e-4)
 
 
 def test_gradients_that_are_not_sent_are_not_clipped():

@@ -386,16 +386,6 @@ class Compressor:
                 zeros_of(codec.spec) if self._momentum else None,
             )
 
-    def clipped(self, device: str, gradients: Gradients) -> Gradients:
-        """All gradients of a device, by a norm that is the smaller the more devices there are."""
-        norm = self.options.local_clipnorm
-        if norm is None:
-            return gradients
-        numbers = [n for n, each in gradients.items() if each is not None]
-        with tf.device(device):
-            made, _ = tf.clip_by_global_norm([gradients[n] for n in numbers], norm / math.sqrt(len(self._kept)))
-        return {**gradients, **dict(zip(numbers, made, strict=True))}
-
     def check_dense(self, rows: Collection[int]) -> None:
         """Raise ValueError for gradients that are rows where messages have the momentum: these would have none."""
         if self._momentum and rows:
@@ -513,11 +503,6 @@ class Compressor:
         """What a message brings."""
         codec = self._codecs[n]
         return tf.reshape(codec.value(message, (step, self._first + n)), codec.spec.shape)
-
-
-def clips(options: Compression | None) -> bool:
-    """Whether devices clip their gradients before these are compressed."""
-    return options is not None and options.local_clipnorm is not None
 
 
 class ReplicaSums:

@@ -7,6 +7,7 @@ has the weights, and the gradients are summed for all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from pipetrain.compute.functions.stage_values import BoundaryTensors, without_ro
 from pipetrain.compute.functions.weight_groups import WeightGroup
 from pipetrain.compute.graph.sharing import is_seed
 from pipetrain.compute.keras_private import count_of
+from pipetrain.compute.optimizer.gradient_scaling import squared_norm
 from pipetrain.compute.transfers.compression import Compressor
 from pipetrain.compute.transfers.message import (
     Gradients,
@@ -128,10 +130,14 @@ class TransferStep:
         return self.is_late and bool(self._waits.numpy())
 
     def at(self, updates: int) -> None:
-        """What follows is of the step that follows so many updates."""
+        """What follows is of the step that follows so many updates: functions of another phase are not needed again."""
         if self._compressor is not None:
             options = self._compressor.options
-            self._phase, self._late_phase = options.phase(updates), options.phase(max(0, updates - 1))
+            phases = options.phase(updates), options.phase(max(0, updates - 1))
+            if phases != (self._phase, self._late_phase):
+                self._phase, self._late_phase = phases
+                self._functions.clear()
+                self._sent.clear()
 
     def __call__(
         self, rows: Sequence[Rows], pending: bool, records: bool, joins: bool = True
@@ -143,7 +149,7 @@ class TransferStep:
         """
         active = tuple(each.worker for each in rows)
         given = [(each.inputs, each.shares) for each in rows]
-        key = active, pending, records, joins, self._phase, self._late_phase if pending else None
+        key = active, pending, records, joins
         if key not in self._functions:
             *_, differentiable, constants, shares = self._made.structured_input_signature[0]
             function = tf.function(packing_captures(partial(self._body, active, pending, joins)), autograph=False)
@@ -168,11 +174,10 @@ class TransferStep:
         self._call(self._settle)
 
     def _call(self, body: Callable[[], None]) -> None:
-        """Run this as a function, which is traced once in each phase of the compression."""
-        key = body, self._phase, self._late_phase
-        if key not in self._functions:
-            self._functions[key] = tf.function(packing_captures(body), autograph=False).get_concrete_function()
-        self._functions[key]()
+        """Run this as a function, which is traced once."""
+        if body not in self._functions:
+            self._functions[body] = tf.function(packing_captures(body), autograph=False).get_concrete_function()
+        self._functions[body]()
 
     def _body(self, active: Sequence[int], pending: bool, joins: bool, given: Sequence[Any]) -> StepResult:
         pulled = self._pulled(active) if self._is_stale else []
@@ -299,9 +304,16 @@ class TransferStep:
             self._set_waits(True)
 
     def _clipped(self, worker: int, gradients: Gradients) -> Gradients:
-        if self._compressor is None:
+        """A worker's gradients, clipped by their norm if the compression wants it: the more workers, the shorter."""
+        clipnorm = None if self._compressor is None else self._compressor.options.local_clipnorm
+        if clipnorm is None:
             return gradients
-        return self._compressor.clipped(self._workers[worker].device, gradients)
+        most = clipnorm * self._weights[0].scale_factor / math.sqrt(len(self._workers))
+        with tf.device(self._workers[worker].device):
+            norm = tf.sqrt(squared_norm([*gradients.values()]))
+            # As in Keras, a norm that is not finite makes all of them NaN.
+            factor = most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm)
+            return {n: None if each is None else _times(each, factor) for n, each in gradients.items()}
 
     def _set_waits(self, waits: bool) -> None:
         with tf.device(self._workers[0].device):

@@ -315,7 +315,7 @@ class Weights(Stage):
         workers: int,
         rule: UpdateRule = UpdateRule(),  # noqa: B008 - a tuple, never changed
     ) -> None:
-        self._given, self._scale_factor = parts, float(optimizer.loss_scale_factor or 1.0)
+        self._given, self.scale_factor = parts, float(optimizer.loss_scale_factor or 1.0)
         self._sums_rows, self._told = is_linear(optimizer), type(optimizer).__name__
         super().__init__(segment, parts[0].device, optimizer, loss, rule=rule, division=Division(1, workers))
         self.shared = []  # all its parts are this stage's own
@@ -379,7 +379,7 @@ class Weights(Stage):
         def make(weights: Any, state: Any, differentiable: Any, constants: Any, shares: Shares) -> Made:
             ran, given = inlined(halves.forward, weights, state, differentiable, constants)
             output, loss, penalty, (after, left) = ran
-            starts = starts_of(halves.outputs, shares, self._scale_factor)
+            starts = starts_of(halves.outputs, shares, self.scale_factor)
             fixed = [state[n] for n in halves.fixed]
             made, _ = inlined(halves.backward, weights, unpack(given, residuals), fixed, starts)
             made_one_by_one(made)
@@ -428,7 +428,7 @@ class Weights(Stage):
                 group.update.apply(self._step.prepared(each, tf.stack(there) if there else None, self._factor()), None)
 
     def _factor(self) -> Any:
-        return tf.constant(self._scale_factor, SCALE.dtype) if self._step.scale is not None else None
+        return tf.constant(self.scale_factor, SCALE.dtype) if self._step.scale is not None else None
 
 
 def _summed_by_word(rows: tf.IndexedSlices) -> tf.IndexedSlices:
