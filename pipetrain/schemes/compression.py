@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -46,8 +46,10 @@ class Compression:
     def __str__(self) -> str:
         if self.name == Compression.name:  # one's own: two of these are not the same
             return repr(self)
-        value = getattr(self, self.first_option, None)
-        return self.name if value == getattr(type(self), self.first_option, None) else f"{self.name}:{value}"
+        every = fields(self) if is_dataclass(self) else ()
+        own = {each.name: getattr(self, each.name) for each in every if getattr(self, each.name) != each.default}
+        value = f":{own.pop(self.first_option)}" if self.first_option in own else ""
+        return ", ".join([f"{self.name}{value}", *(f"{name}={each}" for name, each in own.items())])
 
     def sent_bytes(self, shape: Sequence[int], item_bytes: int = FLOAT_BYTES) -> int:
         """The bytes of a message of a gradient of this shape, whose elements have so many; never more than those."""

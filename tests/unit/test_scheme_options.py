@@ -166,6 +166,16 @@ def test_more_is_sent_in_the_quarters_of_a_warm_up():
     assert pipetrain.TopK(share=0.5, warm_up=8).in_phase(0).share == 0.5  # never less than asked
 
 
+def test_a_compression_is_told_with_all_that_is_not_the_default():
+    assert [str(each) for each in (pipetrain.TopK(), pipetrain.TopK(0.1), pipetrain.Int8(64))] == [
+        "top-k",
+        "top-k:0.1",
+        "int8:64",
+    ]
+    told = str(pipetrain.TopK(0.1, warm_up=100, error_feedback=False))
+    assert told == "top-k:0.1, error_feedback=False, warm_up=100"
+
+
 def test_no_compression_is_one_value():
     assert pipetrain.OneFOneB(compression="none", replica_compression="none") == pipetrain.OneFOneB()
     assert pipetrain.AllReduce(compression="none") == pipetrain.AllReduce()
