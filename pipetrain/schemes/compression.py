@@ -46,7 +46,7 @@ class Compression:
     def __str__(self) -> str:
         if self.name == Compression.name:  # one's own: two of these are not the same
             return repr(self)
-        every = fields(self) if is_dataclass(self) else ()
+        every: Sequence[Any] = fields(self) if is_dataclass(self) else ()
         own = {each.name: getattr(self, each.name) for each in every if getattr(self, each.name) != each.default}
         value = f":{own.pop(self.first_option)}" if self.first_option in own else ""
         return ", ".join([f"{self.name}{value}", *(f"{name}={each}" for name, each in own.items())])
