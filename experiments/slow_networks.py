@@ -231,10 +231,10 @@ def report(ways: Sequence[dict[str, Any]], rates_mbit: Sequence[int]) -> str:
         step = next(
             (n for n, each in zip(way["steps"], way["accuracies"], strict=True) if wanted and each >= wanted), None
         )
-        ms = [f"{1e3 * each:.1f}" for each in way["step_s"]]
+        ms = [f"{1e3 * each:.{0 if each >= 0.1 else 1}f}" for each in way["step_s"]]
         reached = ["-" if step is None else f"{step * each:.1f}" for each in way["step_s"]]
         lost = f", {way['diverged']} diverged" if way["diverged"] else ""
-        rows.append((way["policy"], shown(way["ends"], 3) + lost, *ms, *reached))
+        rows.append((way["policy"].removeprefix("all-reduce/"), shown(way["ends"], 3) + lost, *ms, *reached))
     return text_table(header, rows)
 
 

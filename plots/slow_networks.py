@@ -19,6 +19,7 @@ from plots import command, runs
 from plots.style import BLACK, save, smoothed
 
 NEIGHBOURS = 4  # of a point, that it is averaged with
+MANY = 1000  # times as long as the shortest: then fewer numbers are at the axis
 SINGLE, EXACT = "single", "all-reduce"
 
 
@@ -38,10 +39,11 @@ def draw(folder: Path, output: Path) -> Path:
                 smoothed(way["accuracies"], min(NEIGHBOURS, len(seconds) // 5)),
                 color=BLACK if exact else colours(line % 10),
                 linestyle="--" if way["policy"] == SINGLE else "-",
-                label=way["policy"],
+                label=way["policy"].removeprefix(f"{EXACT}/"),
             )
         panel.set(xscale="log", xlabel="simulated seconds", title=rate(rate_mbit))
-        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        first, last = panel.get_xlim()
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if last < MANY * first else (1.0, 3.0)))
         panel.xaxis.set_major_formatter("{x:g}")
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3)
