@@ -245,7 +245,9 @@ class RandomK(TopK):
     Args:
         share: of the elements, above 0 up to 1.
         error_feedback: see ``Compression``.
-        momentum_correction, warm_up, local_clipnorm: as those of ``TopK``.
+        momentum_correction: as that of ``TopK``.
+        warm_up: likewise.
+        local_clipnorm: likewise.
     """
 
     name: ClassVar[str] = "random-k"
