@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests run in as many processes as there are cores, or more
 UNIT = Path(__file__).parent / "unit"
 GPU_MIB = 2048  # of each logical GPU
+BEGUN_S = time.monotonic()
+WITHIN_S = "PIPETRAIN_TESTS_WITHIN_S"  # tests that have not begun within so many seconds are skipped
 
 # A tenth of all tests' time went into looking for garbage among the modules, which stay, and among graphs being traced.
 gc.set_threshold(50_000, 10, 10)
@@ -33,6 +36,12 @@ hypothesis.settings.load_profile("pipetrain")
 def pytest_collectstart(collector):
     if isinstance(collector, pytest.Module) and UNIT not in collector.path.parents:
         start_tensorflow(collector.config.option.markexpr == "gpu")
+
+
+def pytest_runtest_setup(item):
+    within_s = os.environ.get(WITHIN_S)
+    if within_s and time.monotonic() - BEGUN_S > float(within_s):
+        pytest.skip(f"not begun within {within_s} s, by {WITHIN_S}")
 
 
 @cache
