@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -117,13 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=count, default=256, metavar="N", help="rows of a minibatch (default: %(default)s)")
     add("--depth", type=count, default=8, metavar="N", help="layers of the network (default: %(default)s)")
     add("--width", type=count, default=256, metavar="N", help="units of its layers (default: %(default)s)")
-    add(
-        "--jobs",
-        type=count,
-        default=min(2, os.cpu_count() or 1),
-        metavar="N",
-        help="runs at a time, each in a process of its own (default: two, if there are two cores)",
-    )
+    staleness.add_jobs(parser)
     add(
         "--output",
         default=ROOT / "runs" / "slow_networks",

@@ -145,19 +145,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--data-dir", metavar="DIR", help="where tensorflow-datasets keeps or downloads reviews")
     add("--depth", type=count, default=8, metavar="N", help="layers of the network (default: %(default)s)")
     add("--width", type=count, default=64, metavar="N", help="units of its layers (default: %(default)s)")
-    add(
-        "--jobs",
-        type=count,
-        default=min(2, os.cpu_count() or 1),
-        metavar="N",
-        help="runs at a time, each in a process of its own (default: two, if there are two cores)",
-    )
+    add_jobs(parser)
     add("--output", metavar="DIR", help="where results are and go (default: runs/staleness)")
     options = parser.parse_args(arguments)
     options.policy = list(dict.fromkeys(options.policy or POLICIES))
     options.stages = sorted(set(options.stages or STAGES))
     options.learning_rate = sorted(set(options.learning_rate or RATES))
     return options
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """The option that says how many runs train at a time."""
+    parser.add_argument(
+        "--jobs",
+        type=count,
+        default=min(2, os.cpu_count() or 1),
+        metavar="N",
+        help="runs at a time, each in a process of its own (default: two, if there are two cores)",
+    )
 
 
 def _default(values: Sequence[float]) -> dict[str, str]:
