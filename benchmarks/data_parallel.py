@@ -50,7 +50,7 @@ from benchmarks.step_times import ends_s
 from pipetrain.cli.arguments import add_scheme_options
 from pipetrain.logs import text_table
 from pipetrain.schemes.options import ALLOWED, AnyScheme, Auto, with_options
-from pipetrain.schemes.synchrony import LocalSGD, synchrony_of
+from pipetrain.schemes.synchrony import join_steps
 from pipetrain.schemes.table import SERVING, TRANSFERRING
 from pipetrain.schemes.transfers.orders import AUTO, orders
 from pipetrain.schemes.transfers.plan import Phase
@@ -143,17 +143,17 @@ class Way:
         """Train for a turn, which ``counts`` unless it is to warm up."""
         import numpy as np
 
-        joined = self._join_steps or 1
+        joined = self._join_steps
         x = self._x[: self._rows * (2 + joined * max(1, (self._least_steps - 2) // joined))]
         ends = ends_s(self._pm, x, np.zeros(len(x), "int32"), self._rows, shuffle=False)
         taken_ms = [1e3 * each for each in np.diff(ends)[:-1]]  # the last sends no rows ahead
-        if self._is_at_own_pace or self._join_steps:  # results of several workers come at once; one step of many joins
+        if self._is_at_own_pace or joined > 1:  # results of several workers come at once; one step of many joins
             taken_ms = [statistics.mean(taken_ms)]
         self.turns_ms += [taken_ms] if counts else []
 
     @property
     def _join_steps(self) -> int:
-        """Steps after which workers join, where these are several; else none."""
+        """Steps after which workers join."""
         taken = self._pm.choice and self._pm.choice.taken.told.get("synchrony")
         return join_steps(self._synchrony or taken)
 
@@ -177,12 +177,6 @@ class Way:
         if setting.is_stale:  # what the simulator takes for the plan of the step that has made the gradients
             plan = plan._replace(pushes=plan.late, late=Phase())
         return 1e3 * mean_step_s(setting, plan)
-
-
-def join_steps(synchrony: Any) -> int:
-    """Steps after which workers join by a synchrony, 0 where they do not."""
-    local = synchrony_of(synchrony)
-    return local.steps if isinstance(local, LocalSGD) else 0
 
 
 class Peer:

@@ -43,7 +43,7 @@ from pipetrain.plan.memory import Training  # noqa: E402
 from pipetrain.plan.partition import everywhere  # noqa: E402
 from pipetrain.schemes.compression import compression_of  # noqa: E402
 from pipetrain.schemes.options import TransferOptions  # noqa: E402
-from pipetrain.schemes.synchrony import LocalSGD, synchrony_of  # noqa: E402
+from pipetrain.schemes.synchrony import join_steps  # noqa: E402
 from pipetrain.simulation.copies import Copies  # noqa: E402
 
 SINGLE = "single"
@@ -131,19 +131,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"No validation would be made. Received: --steps {options.steps}, --every {options.every}. "
             f"Try --every {options.steps}."
         )
-    joins = {name: join_steps(name) for name in options.policy}
+    schemes = {name: EVERY_POLICY[name]["scheme"] for name in options.policy}
+    joins = {name: join_steps(getattr(scheme, "synchrony", None)) for name, scheme in schemes.items()}
     if wrong := [name for name, steps in joins.items() if options.every % steps]:
         parser.error(
             f"Workers are joined for a validation, which is to be when they join by themselves. Received: --policy "
             f"{wrong[0]}, --every {options.every}. Try --every {joins[wrong[0]]}."
         )
     return options
-
-
-def join_steps(policy: str) -> int:
-    """The minibatches from one join of its workers to the next."""
-    synchrony = synchrony_of(getattr(EVERY_POLICY[policy]["scheme"], "synchrony", None))
-    return synchrony.steps if isinstance(synchrony, LocalSGD) else 1
 
 
 def planned(options: argparse.Namespace) -> list[Run]:

@@ -45,7 +45,16 @@ from pipetrain.run.worker_rows import WorkerRows
 from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.options import AllReduce, ParameterServer, TransferOptions
 from pipetrain.schemes.scheme import Scheme, UpdateRule
-from pipetrain.schemes.synchrony import RING, Asynchronous, Gossip, LocalSGD, Stale, synchrony_of, topology_of
+from pipetrain.schemes.synchrony import (
+    RING,
+    Asynchronous,
+    Gossip,
+    LocalSGD,
+    Stale,
+    join_steps,
+    synchrony_of,
+    topology_of,
+)
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
@@ -270,7 +279,7 @@ class TransferStrategy(RunnerStrategy):
 
     @property
     def _join_steps(self) -> int:
-        return self._synchrony.steps if isinstance(self._synchrony, LocalSGD) else 1
+        return join_steps(self._synchrony)
 
     def _kinds_beside(self) -> list[str]:
         apart = ["each worker's own slots"] if self._outer is not None else []

@@ -351,6 +351,12 @@ def check_topology(given: Any, scheme: str) -> None:
         )
 
 
+def join_steps(synchrony: Any) -> int:
+    """Steps from one join of the workers to the next: 1 where weights are joined in every step."""
+    joined = synchrony_of(synchrony)
+    return joined.steps if isinstance(joined, LocalSGD) else 1
+
+
 def check_together(topology: Any, synchrony: Any, compression: Any) -> None:
     """Raise ValueError for options of which each can be, but not together."""
     found, joined = topology_of(topology), synchrony_of(synchrony)

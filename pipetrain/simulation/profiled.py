@@ -18,6 +18,7 @@ from pipetrain.schemes.synchrony import (
     Stale,
     Synchrony,
     check_together,
+    join_steps,
     synchrony_of,
     topology_of,
 )
@@ -124,7 +125,7 @@ def setting_of(
         whole=not shares,
         gradient_bytes=gradient_bytes,
         at_once=isinstance(joining, LocalSGD) or isinstance(sends, Gossip),
-        join_steps=joining.steps if isinstance(joining, LocalSGD) else 1,
+        join_steps=join_steps(joining),
         topology=sends,
         is_stale=isinstance(joining, Stale),
     )
