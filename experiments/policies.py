@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,7 +127,7 @@ class Outcome:
     loss: float | None
     stopped_at: int | None = None
     guessing: float = GUESSING
-    history: Sequence[tuple[int, float]] = ()
+    history: tuple[tuple[int, float], ...] = ()
 
     @property
     def diverged(self) -> bool:
@@ -139,7 +139,8 @@ def recorded(run: Run, folder: Path) -> Outcome | None:
     """What the very same run came to before; None if it has not ended."""
     try:
         found = json.loads((folder / f"{run.name}.json").read_text(encoding="utf-8"))
-        return Outcome(**found["outcome"]) if Run(**found["run"]) == run else None
+        outcome = {**found["outcome"], "history": tuple(map(tuple, found["outcome"].get("history", ())))}
+        return Outcome(**outcome) if Run(**found["run"]) == run else None
     except (OSError, KeyError, TypeError, ValueError):
         return None
 
@@ -184,9 +185,9 @@ def train(run: Run, data: Dataset) -> Outcome:
         minibatches = batches(data, shape, run.batch_size, run.seed)
         pm.fit(minibatches, steps_per_epoch=run.steps, shuffle=False, verbose=0, callbacks=callbacks)
     except FloatingPointError:
-        return Outcome(None, None, steps.done, guessing, history)
+        return Outcome(None, None, steps.done, guessing, tuple(history))
     result = validated(model)
-    return Outcome(result["accuracy"], result["loss"], guessing=guessing, history=history)
+    return Outcome(result["accuracy"], result["loss"], guessing=guessing, history=tuple(history))
 
 
 class _Count:

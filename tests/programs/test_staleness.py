@@ -93,7 +93,7 @@ def test_what_spike_compensation_is_not_for_is_told_before_any_run(given, tmp_pa
 
 def test_what_has_ended_is_read_again_if_it_is_the_same(tmp_path):
     assert recorded(RUN, tmp_path) is None
-    outcome = Outcome(0.75, 0.5)
+    outcome = Outcome(0.75, 0.5, history=((10, 0.5), (20, 0.75)))
     record(RUN, outcome, tmp_path)
     assert recorded(RUN, tmp_path) == outcome
     assert recorded(Run(**{**vars(RUN), "depth": 4}), tmp_path) is None
