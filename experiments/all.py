@@ -91,7 +91,7 @@ COMMANDS = (
         "--width 64 --processes 1 --processes 4 --output {output}", "--output {output}", "20 s",
     ),
     Command(
-        "balance_scaling", "AlexNet and VGG-A by balance equations", "--nodes 4 --output {output}", "--output {output}",
+        "balance_scaling", "four networks by balance equations", "--nodes 4 --output {output}", "--output {output}",
         "2 s",
     ),
     Command(

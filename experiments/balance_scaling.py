@@ -1,4 +1,4 @@
-"""AlexNet and VGG-A on 1 to 64 nodes by balance equations: strong scaling, and hours to train.
+"""Four networks on 1 to 64 nodes by balance equations: strong scaling, hours to train, least rows of a device.
 
 After Das et al. (Intel, arXiv 1602.06709). Nothing is measured: each layer's operations and bytes are counted, a node
 computes a fixed part of its peak, and a link carries a fixed number of bytes a second. Each layer is divided by rows or
@@ -6,19 +6,22 @@ in blocks of inputs and outputs, whichever has more operations for each byte. Gr
 beside the computing as far as it lasts; exchanges of activations are waited for. So
   step = max(computing, gradients' bytes / bandwidth) + activations' bytes / bandwidth.
 
-The node is two Xeon E5-2698v3 with FDR InfiniBand, the source's with 386 FLOP for each byte. The part of the peak that
-it reaches, and how many epochs are trained, are not given there as one number: both are options. Takes 2 s.
+The node is two Xeon E5-2698v3 with FDR InfiniBand, the source's with 386 FLOP for each byte; --system is another
+number of these, such as {aws:g} for an Amazon c4.8xlarge (18 cores of 2.9 GHz) with 10-Gbit Ethernet. The part of the peak
+that it reaches, and how many epochs are trained, are not given there as one number: both are options. Takes 2 s.
 
 examples:
   python experiments/balance_scaling.py
-  python experiments/balance_scaling.py --overlap 0 --rows 512 --nodes 128
+  python experiments/balance_scaling.py --model vgg_a --rows 512 --nodes 128
+  python experiments/balance_scaling.py --model vgg_a --model overfeat_fast --system {aws:g} --nodes 16
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,10 +32,11 @@ from experiments.options import writable  # noqa: E402
 from experiments.progress import write_rows  # noqa: E402
 from pipetrain.cli.arguments import Folded, count, part, positive_number  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
-from pipetrain.plan.balance import LayerShape, best_parts, block_bytes, block_ratio, data_ratio  # noqa: E402
+from pipetrain.plan.balance import LayerShape, best_parts, block_bytes, block_ratio, data_ratio, least_rows  # noqa: E402
 
 PEAK_FLOPS_PER_S = 2 * 16 * 2.3e9 * 32  # two processors of 16 cores, 32 single-precision operations a cycle
 SYSTEM = 386.0  # its FLOP for each byte of FDR InfiniBand, as the source has it
+AWS = round(18 * 2.9e9 * 32 / 1.25e9)  # of a c4.8xlarge's cores for each byte of 10-Gbit Ethernet
 IMAGES, EPOCHS = 1_281_167, 90  # of ImageNet's 1,000 classes
 NODES = (1, 2, 4, 8, 16, 32, 64)
 NUMBER_BYTES = 4
@@ -71,8 +75,34 @@ NETWORKS = {
         LayerShape.dense("fc7", 4096, 4096),
         LayerShape.dense("fc8", 4096, 1000),
     ),
+    # Sermanet et al. 2014, the fast model
+    "overfeat_fast": (
+        convolution("conv1", 3, 96, 56, 11, 4),
+        convolution("conv2", 96, 256, 24, 5),
+        convolution("conv3", 256, 512, 12, 3),
+        convolution("conv4", 512, 1024, 12, 3),
+        convolution("conv5", 1024, 1024, 12, 3),
+        LayerShape.dense("fc6", 36864, 3072),
+        LayerShape.dense("fc7", 3072, 4096),
+        LayerShape.dense("fc8", 4096, 1000),
+    ),
+    # Seide et al. 2011: seven hidden layers, of 11 frames of speech
+    "cd_dnn": (
+        LayerShape.dense("fc1", 429, 2048),
+        *(LayerShape.dense(f"fc{n}", 2048, 2048) for n in range(2, 8)),
+        LayerShape.dense("fc8", 2048, 9304),
+    ),
 }
-PAPER = {("vgg_a", 64, 256): 53.0, ("vgg_a", 128, 512): 90.0}  # times one node: network, nodes, rows
+ROWS, OTHER_ROWS = 256, {"cd_dnn": 1024}  # of a minibatch; of speech, which has no epochs of images
+# Times one node: network, nodes, rows, FLOP for each byte. Of Ethernet the source says about 14, of no single network.
+PAPER = {
+    ("vgg_a", 64, 256, SYSTEM): 53.0,
+    ("vgg_a", 128, 512, SYSTEM): 90.0,
+    ("overfeat_fast", 64, 256, SYSTEM): 42.0,
+    ("cd_dnn", 16, 1024, SYSTEM): 6.5,
+    ("vgg_a", 16, 256, AWS): 14.0,
+    ("overfeat_fast", 16, 256, AWS): 14.0,
+}
 
 
 class Outcome(NamedTuple):
@@ -85,6 +115,7 @@ class Outcome(NamedTuple):
     gradients_s: float
     activations_s: float
     divided: str
+    system: float = SYSTEM
 
     @property
     def step_s(self) -> float:
@@ -92,9 +123,12 @@ class Outcome(NamedTuple):
         return max(self.computing_s, self.gradients_s) + self.activations_s
 
 
-def outcome(network: str, nodes: int, rows: int, efficiency: float, overlap: float) -> Outcome:
-    """One network on so many nodes, each layer divided in the way that has more operations for each byte."""
-    layers, bytes_per_s = NETWORKS[network], PEAK_FLOPS_PER_S / SYSTEM
+def outcome(network: str, nodes: int, rows: int, efficiency: float, overlap: float, system: float) -> Outcome:
+    """One network on so many nodes, each layer divided in the way that has more operations for each byte.
+
+    ``system``: the operations of a node's peak for each byte of its link.
+    """
+    layers, bytes_per_s = NETWORKS[network], PEAK_FLOPS_PER_S / system
     flops = sum((3 if n else 2) * each.flops for n, each in enumerate(layers)) * rows / nodes
     gradients = activations = 0.0
     divided = []
@@ -106,9 +140,8 @@ def outcome(network: str, nodes: int, rows: int, efficiency: float, overlap: flo
             activations += block_bytes(layer, parts) * rows
             divided.append(f"{layer.name} {parts}")
     computing_s = flops / (efficiency * PEAK_FLOPS_PER_S)
-    return Outcome(
-        network, nodes, rows, computing_s, gradients / bytes_per_s, activations / bytes_per_s, " ".join(divided)
-    )
+    sent_s = gradients / bytes_per_s, activations / bytes_per_s
+    return Outcome(network, nodes, rows, computing_s, *sent_s, " ".join(divided), system)
 
 
 def hours(each: Outcome, epochs: float) -> float:
@@ -116,28 +149,32 @@ def hours(each: Outcome, epochs: float) -> float:
     return epochs * IMAGES / each.rows * each.step_s / 3600
 
 
-def report(found: Sequence[Outcome], epochs: float) -> str:
-    """A table for each network, and the source's numbers beside ours."""
+def report(found: Sequence[Outcome], epochs: float, overlap: float) -> str:
+    """A table for each network with the least rows of its layers, and the source's numbers beside ours."""
     parts, alone = [], {each.network: each for each in found if each.nodes == 1}
     for name, one in alone.items():
         rows = [
             (
                 *(str(each.nodes), f"{1e3 * each.computing_s:.1f}", f"{1e3 * each.gradients_s:.1f}"),
                 *(f"{1e3 * each.activations_s:.1f}", f"{one.step_s / each.step_s:.1f}x"),
-                *(f"{each.rows / each.step_s:.0f}", f"{hours(each, epochs):.1f}", each.divided or "-"),
+                *(f"{each.rows / each.step_s:.0f}", "-" if name in OTHER_ROWS else f"{hours(each, epochs):.1f}"),
+                _joined(zip(*[iter(each.divided.split())] * 2, strict=True)) or "-",
             )
             for each in found
             if each.network == name
         ]
         header = (
-            *("nodes", "computing ms", "gradients ms", "activations ms", "speed-up", "images/s"),
-            *(f"hours of {epochs:g} epochs", "in blocks (inputs x outputs)"),
+            *("nodes", "computing ms", "gradients ms", "activations ms", "speed-up", "rows/s"),
+            *(f"hours of {epochs:g} epochs", "blocks (inputs x outputs)"),
         )
-        parts.append(f"{name}, {one.rows} rows a minibatch\n\n{text_table(header, rows)}")
+        least = _joined((each.name, str(least_rows(each, one.system, overlap))) for each in NETWORKS[name])
+        about = f"{name}, {one.rows} rows a minibatch, {one.system:g} FLOP for each byte"
+        told = f"Least rows of a node with which a layer divided by rows computes as long as it sends:\n{least}"
+        parts.append(f"{about}\n\n{text_table(header, rows)}\n\n{told}")
     beside = [
         (each.network, str(each.nodes), str(each.rows), f"{PAPER[key]:g}x", f"{ours:.1f}x", _agrees(ours, PAPER[key]))
         for each in found
-        if (key := (each.network, each.nodes, each.rows)) in PAPER
+        if (key := (each.network, each.nodes, each.rows, each.system)) in PAPER
         for ours in [alone[each.network].step_s / each.step_s]
     ]
     if beside:
@@ -146,17 +183,24 @@ def report(found: Sequence[Outcome], epochs: float) -> str:
     return "\n\n".join(parts)
 
 
+def _joined(layers: Iterable[tuple[str, str]]) -> str:
+    """Layers in order, each with what is said of it: of several in turn that are alike the first and the last."""
+    found = [(said, [name for name, _ in alike]) for said, alike in groupby(layers, lambda layer: layer[1])]
+    return " ".join(f"{names[0]}{f'..{names[-1]}' if len(names) > 1 else ''} {said}" for said, names in found)
+
+
 def _agrees(ours: float, paper: float) -> str:
     return "yes" if abs(ours / paper - 1) <= 0.25 else "no"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Folded)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").format(aws=AWS), formatter_class=Folded)
     add = parser.add_argument
-    add("--model", action="append", choices=NETWORKS, help="(default: both)")
+    add("--model", action="append", choices=NETWORKS, help="(default: all)")
     add("--nodes", action="append", type=count, metavar="N", help="several times (default: 1 to 64)")
-    add("--rows", type=count, default=256, metavar="N", help="of a minibatch (default: 256)")
+    add("--rows", type=count, metavar="N", help="of a minibatch (default: 256; of cd_dnn 1024)")
+    add("--system", type=positive_number, default=SYSTEM, metavar="X", help="FLOP for each byte (default: 386)")
     add("--efficiency", type=positive_number, default=0.7, metavar="X", help="part of the peak reached (default: 0.7)")
     add("--overlap", type=part, default=1.0, metavar="X", help="of the gradients' exchange, 0 to 1 (default: 1)")
     add("--epochs", type=positive_number, default=EPOCHS, metavar="N", help="to train (default: 90, as AlexNet was)")
@@ -173,14 +217,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"balance_scaling.py: {error}", file=sys.stderr)
         return 2
     found = [
-        outcome(name, nodes, options.rows, options.efficiency, options.overlap)
+        outcome(name, nodes, rows, options.efficiency, options.overlap, options.system)
         for name in options.model or NETWORKS
+        for rows in [options.rows or OTHER_ROWS.get(name, ROWS)]
         for nodes in sorted({1, *(options.nodes or NODES)})
     ]
     path = write_rows(output / "balance_scaling.csv", [{**each._asdict(), "step_s": each.step_s} for each in found])
     from plots.balance_scaling import draw
 
-    print(f"{report(found, options.epochs)}\n\n{draw(path, output / 'balance_scaling.png')}")
+    print(f"{report(found, options.epochs, options.overlap)}\n\n{draw(path, output / 'balance_scaling.png')}")
     return 0
 
 

@@ -14,12 +14,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from matplotlib.figure import Figure
 
-from pipetrain.pictures.figure import BLACK, BLUE, GREY, VERMILION
+from experiments.balance_scaling import PAPER
+from pipetrain.pictures.figure import BLACK, BLUE, GREEN, GREY, ORANGE, VERMILION
 from plots import command
 from plots.style import save
 
-LOOKS = {"alexnet": (BLUE, "o"), "vgg_a": (VERMILION, "s")}
-PUBLISHED = {("vgg_a", 64, 256): 53.0, ("vgg_a", 128, 512): 90.0}
+LOOKS = {
+    "alexnet": (BLUE, "o"),
+    "vgg_a": (VERMILION, "s"),
+    "overfeat_fast": (GREEN, "D"),
+    "cd_dnn": (ORANGE, "v"),
+}
 
 
 def draw(path: Path, output: Path) -> Path:
@@ -28,26 +33,28 @@ def draw(path: Path, output: Path) -> Path:
         rows = [*csv.DictReader(file)]
     if not rows:
         raise ValueError(f"There is nothing to draw. Received: {str(path)!r} without rows. Try running it again.")
-    figure = Figure(figsize=(5.6, 4.4), layout="constrained")
+    figure = Figure(figsize=(5.6, 4.8), layout="constrained")
     axes = figure.subplots()
-    axes.axhline(100, linestyle=":", color=GREY, label="as many times one node's speed as nodes")
+    axes.axhline(100, linestyle=":", color=GREY, label="as many times as nodes")
+    axes.plot([], [], "*", color=GREY, markeredgecolor=BLACK, markersize=14, label="published")
     for name in dict.fromkeys(each["network"] for each in rows):
         some = {int(each["nodes"]): float(each["step_s"]) for each in rows if each["network"] == name}
         minibatch = int(next(each["rows"] for each in rows if each["network"] == name))
         colour, marker = LOOKS.get(name, (BLACK, "^"))
         parts = [100 * some[1] / each / nodes for nodes, each in some.items()]
-        axes.plot([*some], parts, color=colour, marker=marker, label=name)
-        for (network, nodes, size), value in PUBLISHED.items():
-            if (network, size) == (name, minibatch) and nodes in some:
+        axes.plot([*some], parts, color=colour, marker=marker, label=f"{name}, {minibatch} rows")
+        system = float(next(each["system"] for each in rows if each["network"] == name))
+        for (network, nodes, *which), value in PAPER.items():
+            if (network, *which) == (name, minibatch, system) and nodes in some:
                 star = {"color": colour, "markeredgecolor": BLACK, "markersize": 14, "zorder": 5}
-                axes.plot(nodes, 100 * value / nodes, "*", label=f"{name}, published", linestyle="none", **star)
+                axes.plot(nodes, 100 * value / nodes, "*", **star)
     axes.set_xscale("log", base=2)
     ticks = sorted({int(each["nodes"]) for each in rows})
     axes.set_xticks(ticks, [str(each) for each in ticks])
     axes.set(xlabel="nodes", ylabel="speed-up, % of the nodes", ylim=(0, 110))
-    axes.set_title(f"{rows[0]['rows']} rows a minibatch", loc="left")
+    axes.set_title(f"{float(rows[0]['system']):g} FLOP for each byte", loc="left")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="lower left")
+    figure.legend(frameon=False, loc="outside lower center", ncols=2)
     return save(figure, output)
 
 

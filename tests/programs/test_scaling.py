@@ -12,8 +12,12 @@ from pipetrain.schemes.grid import Grid
 
 
 def test_weights_and_operations_of_the_networks_are_the_published_ones():
-    """AlexNet: 61.0 million weights and 0.72 thousand million multiplications; VGG-A: 132.9 million and 7.6."""
-    for name, weights, multiplications in (("alexnet", 61.0e6, 0.724e9), ("vgg_a", 132.9e6, 7.61e9)):
+    """In millions: AlexNet 61.0 weights and 724 multiplications, VGG-A 132.9, 7,610, OverFeat 145.9, 2,800."""
+    for name, weights, multiplications in (
+        ("alexnet", 61.0e6, 0.724e9),
+        ("vgg_a", 132.9e6, 7.61e9),
+        ("overfeat_fast", 145.92e6, 2.80e9),
+    ):
         layers = balance_scaling.NETWORKS[name]
         assert sum(each.weights for each in layers) == pytest.approx(weights, rel=1e-3)
         assert sum(each.flops for each in layers) / 2 == pytest.approx(multiplications, rel=2e-3)
@@ -24,13 +28,12 @@ def test_a_step_by_hand(monkeypatch):
     dense = balance_scaling.LayerShape.dense
     monkeypatch.setitem(balance_scaling.NETWORKS, "two", (dense("a", 8, 16), dense("b", 16, 4)))
     monkeypatch.setattr(balance_scaling, "PEAK_FLOPS_PER_S", 1000.0)
-    monkeypatch.setattr(balance_scaling, "SYSTEM", 10.0)  # 100 bytes a second
-    few = balance_scaling.outcome("two", 4, 4, 0.5, 1.0)
+    few = balance_scaling.outcome("two", 4, 4, 0.5, 1.0, system=10.0)  # 100 bytes a second
     assert few.divided == "a 1x4 b 4x1"
     assert few.computing_s == (2 * 2 * 8 * 16 + 3 * 2 * 16 * 4) * 4 / 4 / 500
     assert (few.gradients_s, few.activations_s) == (0, 4 * 8 * (8 + 4) / 100)
     assert few.step_s == few.computing_s + few.activations_s
-    many = balance_scaling.outcome("two", 4, 4000, 0.5, 0.5)
+    many = balance_scaling.outcome("two", 4, 4000, 0.5, 0.5, system=10.0)
     assert (many.divided, many.activations_s) == ("", 0)
     assert many.gradients_s == 4 * 1.5 * (16 * 9 + 4 * 17) / 100
     assert many.step_s == many.computing_s
@@ -39,10 +42,11 @@ def test_a_step_by_hand(monkeypatch):
 def test_the_balance_command(tmp_path, capsys):
     assert balance_scaling.main(["--nodes", "64", "--output", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "vgg_a       64   256     53x" in said
+    assert "vgg_a             64   256     53x" in said and "overfeat_fast     64   256     42x" in said
+    assert "conv3..conv5 2 fc6..fc8 258" in said  # the source's
     rows = [*csv.DictReader((tmp_path / "balance_scaling.csv").open())]
     assert [(each["network"], each["nodes"]) for each in rows] == [
-        (name, nodes) for name in ("alexnet", "vgg_a") for nodes in ("1", "64")
+        (name, nodes) for name in balance_scaling.NETWORKS for nodes in ("1", "64")
     ]
     assert (tmp_path / "balance_scaling.png").exists()
     with pytest.raises(SystemExit):
