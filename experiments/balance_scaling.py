@@ -7,8 +7,8 @@ beside the computing as far as it lasts; exchanges of activations are waited for
   step = max(computing, gradients' bytes / bandwidth) + activations' bytes / bandwidth.
 
 The node is two Xeon E5-2698v3 with FDR InfiniBand, the source's with 386 FLOP for each byte; --system is another
-number of these, such as {aws:g} for an Amazon c4.8xlarge (18 cores of 2.9 GHz) with 10-Gbit Ethernet. The part of the peak
-that it reaches, and how many epochs are trained, are not given there as one number: both are options. Takes 2 s.
+number of these, such as {aws:g} for an Amazon c4.8xlarge (18 cores of 2.9 GHz) with 10-Gbit Ethernet. The part of the
+peak that it reaches, and how many epochs are trained, are not given there as one number: both are options. Takes 2 s.
 
 examples:
   python experiments/balance_scaling.py

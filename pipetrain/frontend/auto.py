@@ -34,6 +34,7 @@ from pipetrain.plan.stages import Partition
 from pipetrain.run.window import TrialClock
 from pipetrain.schemes.options import AnyScheme, built, flat, keywords, name_of, with_options
 from pipetrain.schemes.scheme import Scheme
+from pipetrain.schemes.synchrony import join_steps
 from pipetrain.schemes.table import COPIED, UNCUT
 from pipetrain.simulation.every_way import CROSSING, SENT, PipelineLayout, choose
 
@@ -45,9 +46,9 @@ FAILURES = (ValueError, TypeError, NotImplementedError, FloatingPointError, tf.e
 class _Timing(keras.callbacks.Callback):
     """Stops training when enough minibatches are timed."""
 
-    def __init__(self) -> None:
+    def __init__(self, period: int) -> None:
         super().__init__()
-        self.clock = TrialClock()
+        self.clock = TrialClock(period)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """A result is there."""
@@ -62,18 +63,19 @@ class WayTrial:
         make: gives the model.
         data: inputs and labels of a minibatch.
         compiled: the arguments of ``compile``.
+        period: minibatches after which steps repeat.
     """
 
-    def __init__(self, make: Callable[[], keras.Model], data: Any, compiled: dict[str, Any]) -> None:
-        self._make, self._data, self._compiled = make, data, compiled
+    def __init__(self, make: Callable[[], keras.Model], data: Any, compiled: dict[str, Any], period: int = 1) -> None:
+        self._make, self._data, self._compiled, self._period = make, data, compiled, period
         self.model: keras.Model | None = None
 
     def turn_s(self) -> float:
-        """Median seconds from one minibatch to the next in a turn; infinite if the model cannot train.
+        """Seconds from one minibatch to the next in a turn; infinite if the model cannot train.
 
         Raises what training raises, but for what may be due to this way: that it is refused, or needs too much memory.
         """
-        timing = _Timing()
+        timing = _Timing(self._period)
         try:
             if self.model is None:
                 self.model = self._make()
@@ -262,7 +264,8 @@ class AutoStrategy(PipelineStrategy):
         def trial(way: Way) -> WayTrial:
             cut, _ = choice.cut_of(way) if choice.cut_of and way.is_pipeline else (None, 0.0)
             made = partial(make, self.options_of(way.arguments, cut))
-            return WayTrial(made, data, {**compiled, "optimizer": for_trials(optimizer, self.model)})
+            period = join_steps(getattr(way.arguments["scheme"], "synchrony", None))
+            return WayTrial(made, data, {**compiled, "optimizer": for_trials(optimizer, self.model)}, period)
 
         def fit_together(numbers: Sequence[int]) -> bool:
             limit_bytes = math.inf if choice.limit_bytes is None else choice.limit_bytes

@@ -80,6 +80,7 @@ class StepRunner(Stepwise):
     ) -> None:
         super().__init__([worker.device for worker in workers], settings, rate)
         self._weights, self._workers, self._outer, self._is_stale = list(weights), list(workers), outer, is_stale
+        self.period = 1 if outer is None else outer.steps
         self._rows, self.sends_ahead, rows.lost = rows, rows.sends_ahead, self._lost
         self._shares: dict[tuple[str, float], Shares] = {}  # on devices, since the weights were taken from the model
         self.plan, self._steps = plan, steps

@@ -33,6 +33,7 @@ class Stepwise:
     ``made``, ``loss_scale``, ``snapshots``, ``traced_for`` and ``output_masks`` as those of a ``Pipeline``.
     """
 
+    period = 1  # minibatches after which steps repeat
     window = 1  # minibatches that may be posted ahead of the results taken
     sends_ahead = False
     keeps_flight = False  # whether what devices hold can be had without a drain, see ``ProgramRunner.kept``
@@ -75,7 +76,7 @@ class Stepwise:
         """Every worker's steps, and messages as far as they are recorded."""
         spans, sent = self._spans.columns(), self._transfers.columns()
         since_s = spans.start_s[0] if len(spans) else 0.0
-        return Trace.of(spans, sent[sent.end_s >= since_s], starts=self._starts)
+        return Trace.of(spans, sent[sent.end_s >= since_s], starts=self._starts, period=self.period)
 
     def _record(self, count: int) -> None:
         """Of spans and transfers so many, the newest, are kept from now on; those that there are, are forgotten."""

@@ -110,9 +110,13 @@ WARM_UP_MANY, TIMED_MANY = 100, 200  # minibatches that are enough of each, howe
 
 
 class TrialClock:
-    """Notes when results are there, until that is enough."""
+    """Notes when results are there, until that is enough.
 
-    def __init__(self) -> None:
+    ``period``: minibatches after which steps repeat; whole periods are timed, after one at least.
+    """
+
+    def __init__(self, period: int = 1) -> None:
+        self._period = period
         self._ends_s: list[float] = []
         self._warm = 0  # how many were there when warming up was over
 
@@ -121,23 +125,23 @@ class TrialClock:
         self._ends_s.append(time.perf_counter())
         done = len(self._ends_s)
         is_warm = done >= WARM_UP and self._ends_s[-1] - self._ends_s[0] >= WARM_UP_S
-        if not self._warm and (is_warm or done >= WARM_UP_MANY):
+        if not self._warm and (is_warm or done >= WARM_UP_MANY) and done >= self._period:
             self._warm = done
 
     @property
     def is_enough(self) -> bool:
         """Whether enough minibatches are timed."""
         timed = len(self._ends_s) - self._warm
-        if not self._warm or timed < FEW:
+        if not self._warm or timed < FEW or timed % self._period:
             return False
         taken_s = self._ends_s[-1] - self._ends_s[self._warm - 1]
         return (timed >= TIMED and taken_s >= TIMED_S) or timed >= TIMED_MANY or taken_s >= MOST_S
 
     @property
     def minibatch_s(self) -> float:
-        """Seconds from one minibatch to the next, fitted to all of them: several may come at once."""
-        ends_s = self._ends_s[self._warm - 1 :]
-        return float(np.polyfit(range(len(ends_s)), ends_s, 1)[0])
+        """Seconds from one minibatch to the next, fitted to all periods: several results may come at once."""
+        ends_s = self._ends_s[self._warm - 1 :: self._period]
+        return float(np.polyfit(range(len(ends_s)), ends_s, 1)[0]) / self._period
 
 
 def minibatch_s(pipeline: Pipeline, minibatch: Minibatch) -> float:

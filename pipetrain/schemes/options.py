@@ -786,9 +786,20 @@ def check_owned(given: Mapping[str, Any], *schemes: AnyScheme) -> None:
     policy = {name: value for name, value in given.items() if name in DEFAULT_POLICY}
     for name, value in given.items():
         having = [each for each in names if each in owners(name)]
-        _check_option(name, value, having[0] if having else names[0])
+        _check_any(name, value, having or names[:1])
     for scheme in schemes if policy and len(schemes) == 1 else ():
         check_options(scheme if isinstance(scheme, Scheme) else name_of(scheme), **{**DEFAULT_POLICY, **policy})
+
+
+def _check_any(name: str, value: Any, schemes: Sequence[str]) -> None:
+    """Raise what the first scheme says against this value of an option, unless another has it."""
+    errors = []
+    for scheme in schemes:
+        try:
+            return _check_option(name, value, scheme)
+        except (ValueError, TypeError) as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _check_option(name: str, value: Any, scheme: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,15 +16,23 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.compression import Compression
-from pipetrain.schemes.options import AnyScheme, check_microbatches, each_compressing, name_of, splits
-from pipetrain.schemes.synchrony import Gossip, LocalSGD, Synchrony, synchrony_of
+from pipetrain.schemes.options import (
+    AnyScheme,
+    TransferOptions,
+    check_microbatches,
+    each_compressing,
+    name_of,
+    options_of,
+    splits,
+)
+from pipetrain.schemes.synchrony import Asynchronous, Gossip, LocalSGD, Synchrony, synchrony_of
 from pipetrain.schemes.table import (
     CODED,
     GRID,
     SERVING,
     TRANSFERRING,
 )
-from pipetrain.schemes.transfers.orders import AUTO
+from pipetrain.schemes.transfers.orders import AUTO, ORDERS
 from pipetrain.schemes.transfers.tictac import Overlap
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.every_way import Chooser
@@ -134,12 +142,12 @@ def compare(
     Args:
         profile: what the blocks cost.
         num_devices: how many devices there are.
-        schemes: their names, or schemes of your own or of files.
+        schemes: their names, objects with options of their own, or schemes of your own or of files.
         cluster: how devices are joined and what they hold.
         training: what decides on the memory; its scheme does not matter.
         microbatches: pieces of a minibatch, of the schemes that split it.
         of_microbatches: the profile for these schemes, if it is another.
-        order: of the transfers of those schemes that order them.
+        order: of the transfers of those schemes that order them; like the options below, of those that have none yet.
         tree: of ``coded-reduce``, whose root is a device beside the workers; by default one worker for each device, all
             of them the root's children, of which one may be late.
         grid: of the scheme of this name; by default the one that sends the least.
@@ -155,6 +163,14 @@ def compare(
     """
     cluster, training = cluster or Cluster(), training or DEFAULT_TRAINING
     schemes = each_compressing(schemes, compression, replica_compression)
+    sent = {
+        "order": order,
+        "servers": servers,
+        "compression": compression,
+        "synchrony": synchrony,
+        "topology": topology,
+    }
+    schemes = [_sending(each, sent) if name_of(each) in TRANSFERRING else each for each in schemes]
     split = {scheme: splits(training.under(scheme).scheme) for scheme in schemes}
     for scheme in [each for each in schemes if split[each]] or schemes:
         check_microbatches(microbatches, training.under(scheme).scheme)
@@ -162,19 +178,9 @@ def compare(
     parts = chooser.copies
     unstaged: dict[str, Callable[..., Trace]] = {
         **{
-            name: partial(
-                simulate_order,
-                parts,
-                name,
-                num_devices,
-                chooser.cluster,
-                order,
-                servers=servers if name == SERVING else None,
-                compression=compression,
-                synchrony=synchrony if name != SERVING or not isinstance(synchrony_of(synchrony), LocalSGD) else None,
-                topology=None if name == SERVING else topology,
-            )
-            for name in TRANSFERRING
+            each.name: partial(simulate_order, parts, each.name, num_devices, chooser.cluster, **_options(each))
+            for each in schemes
+            if isinstance(each, TransferOptions)
         },
         CODED: lambda **known: simulate_tree(parts, *(tree or widest(num_devices)), chooser.cluster, **known),
         GRID: partial(simulate_grid, parts, num_devices, chooser.cluster, grid),
@@ -202,3 +208,19 @@ def compare(
         traces,
         traces.get("single") or simulate(one, "single", chooser.cluster, **options),
     )
+
+
+def _sending(scheme: AnyScheme, given: Mapping[str, Any]) -> TransferOptions:
+    """The scheme with these options, as far as it has them, and none of its own in their place."""
+    made = cast(TransferOptions, options_of(scheme))
+    kinds = (LocalSGD,) if made.name == SERVING else (Asynchronous,)  # of the other scheme alone
+    others = {"synchrony"} if isinstance(synchrony_of(given["synchrony"]), kinds) else set()
+    own = {each.name: each.default for each in fields(made) if each.name not in others}
+    left = {name: value for name, value in given.items() if name in own and getattr(made, name) == own[name]}
+    return replace(made, **left)
+
+
+def _options(scheme: TransferOptions) -> dict[str, Any]:
+    """The arguments of ``simulate_order``; of a plan of one's own the simplest order that is about the fastest."""
+    options = {each.name: getattr(scheme, each.name) for each in fields(scheme)}
+    return options if scheme.order in ORDERS else {**options, "order": AUTO}

@@ -91,8 +91,8 @@ class Copies:
         way = servers, compression, synchrony, topology
         setting = setting_of(self._profile, name, self._devices, self._cluster, *way)
         plan, workload, step_s = _estimated(setting, named)
-        if isinstance(joined, Asynchronous):  # as if all had a minibatch each, and waited for each other
-            step_s /= self._devices
+        if isinstance(joined, Asynchronous):  # as if those that may be ahead had a minibatch each, and waited for all
+            step_s /= min(self._devices, joined.ahead(self._devices) + 1)
         weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster, servers)
         # What messages have lacked so far, beside the gradients that arrive of all at once.
         kept = 0 if compression is None else int(compression.error_feedback) + 1
@@ -102,15 +102,23 @@ class Copies:
             kept += 2 + bool(joined.momentum)
         elif isinstance(joined, Stale):  # the gradients that wait, and the weights that the forward reads
             kept += 2
+        whole_bytes = 0
+        if isinstance(joined, Asynchronous):  # the weights that it has read, and what a whole minibatch computes
+            kept += 1
+            alone = everywhere(self._profile, 1, self._cluster, self._training._replace(jit_compile=False))
+            whole_bytes = alone.fullest_bytes - self._whole.fullest_bytes
         if name != SERVING:  # what comes from other processes is added beside the device's own gradients
             return self._way(scheme, step_s, -int((kept + (not self._shares_memory)) * weights_bytes))
         elsewhere_bytes = self._training.slots * (weights_bytes - own_bytes)
         if self._shares_memory:
-            return self._way(scheme, step_s, int(elsewhere_bytes + (1 - kept) * weights_bytes - own_bytes))
+            return self._way(
+                scheme, step_s, int(elsewhere_bytes + (1 - kept) * weights_bytes - own_bytes) - whole_bytes
+            )
         # Of what is planned for devices that sum all gradients, one block's are left.
         gathered_bytes = weights_bytes - max(block.weight_bytes for block in self._profile.blocks)
         under_way_bytes = _under_way_bytes(plan, workload, servers or self._devices)
-        return self._way(scheme, step_s, int(gathered_bytes + elsewhere_bytes - under_way_bytes - kept * weights_bytes))
+        elsewhere_bytes += gathered_bytes - under_way_bytes - kept * weights_bytes - whole_bytes
+        return self._way(scheme, step_s, int(elsewhere_bytes))
 
     @property
     def _shares_memory(self) -> bool:

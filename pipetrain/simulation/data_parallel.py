@@ -119,7 +119,7 @@ def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: 
     kernel = Kernel(setting.cluster, [varying(slowdown, seed)] * setting.workers)
     programs, before = programs_of(setting, plan, minibatches), _first_rows(setting)
     StepSimulation(kernel, [*before, *programs], -len(before)).run()
-    return trace_of_devices(kernel)
+    return trace_of_devices(kernel, period=setting.join_steps if minibatches >= setting.join_steps else 1)
 
 
 def programs_of(setting: Setting, plan: Plan, steps: int) -> list[StepProgram]:

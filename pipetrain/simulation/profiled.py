@@ -9,6 +9,7 @@ from typing import Any
 
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster
 from pipetrain.plan.profile import Profile, squarish
+from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.compression import FLOAT_BYTES, Compression, compression_of
 from pipetrain.schemes.synchrony import (
     RING,
@@ -26,7 +27,7 @@ from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, ORDERS, check_order, check_servers, orders
 from pipetrain.schemes.transfers.plan import Layer, Message, Plan, Workload
 from pipetrain.simulation.costs import between_steps_s
-from pipetrain.simulation.data_parallel import Setting, simulate_plan
+from pipetrain.simulation.data_parallel import COUNTED, Setting, simulate_plan
 from pipetrain.trace.trace import Trace
 
 STEPS = 4  # of which the middle ones are alike
@@ -59,7 +60,8 @@ def simulate_order(
         cluster: how they are joined. A link's latency is what a message takes beside its bytes: between TensorFlow's
             processes about half a millisecond and what the network takes.
         order: of the transfers.
-        minibatches: how many are trained, at least as many as lead to a join.
+        minibatches: how many are trained; of workers that join their weights after some steps three times these at
+            least, and a few more, so that the last one ends in a join.
         servers: on how many of the devices the weights are, from the first one on, each layer's on one; by default on
             all, and then, where they share their memory, an equal part of every variable on each, which is how
             TensorFlow's threads work.
@@ -81,7 +83,10 @@ def simulate_order(
         )
     setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers, compression, synchrony, topology)
     plan = auto(setting) if order == AUTO else ORDERS[order](setting.workload, setting.serves)
-    return simulate_plan(setting, plan, max(minibatches, setting.join_steps), **options)
+    minibatches = checked_count("minibatches", minibatches, COUNTED, 8)
+    if (period := setting.join_steps) > 1:
+        minibatches = max(3 * period, minibatches + -minibatches % period)  # in whose middle is a whole period
+    return simulate_plan(setting, plan, minibatches, **options)
 
 
 def setting_of(

@@ -14,10 +14,11 @@ from pipetrain.trace.records import Names, Spans, Transfer, Transfers
 from pipetrain.trace.trace import Trace
 
 
-def trace_of_devices(kernel: Kernel, joined: bool = True) -> Trace:
+def trace_of_devices(kernel: Kernel, joined: bool = True, period: int = 1) -> Trace:
     """The spans of what devices did, and the messages; a device's number is that of the replica.
 
     ``joined``: what a device did of one operation of a step without a pause is one span, and what took no time none.
+    ``period``: steps repeat after so many.
     """
     names = tuple(f"device:{n}" for n in range(len(kernel.devices)))
     columns = zip(*kernel.work, strict=True) if kernel.work else [()] * len(DeviceWork._fields)
@@ -33,7 +34,8 @@ def trace_of_devices(kernel: Kernel, joined: bool = True) -> Trace:
         version=step.astype(np.int32),
         replica=device.astype(np.int32),
     )
-    return Trace.of(spans, Transfers.of(_transfer(each) for each in kernel.messages if each.what is not None))
+    sent = Transfers.of(_transfer(each) for each in kernel.messages if each.what is not None)
+    return Trace.of(spans, sent, period=period)
 
 
 def _joined(work: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:

@@ -49,7 +49,8 @@ class Trace(Tabular):
     Both are sequences of named tuples, and have an array for each field: ``trace.spans.start_s``. ``ranks`` is the
     number of devices that execute one action at a time, if it is not that of stages and replicas: a device may have
     several stages. ``starts`` are the microbatches that came first when the pipeline was empty: the first one of all,
-    and the first one after each drain.
+    and the first one after each drain. ``period`` is the number of minibatches after which steps repeat, such as those
+    of workers that join their weights after so many.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class Trace(Tabular):
         transfers: Iterable[Transfer] = (),
         ranks: int | None = None,
         starts: Iterable[int] = (),
+        period: int = 1,
     ) -> None:
         self.spans, self.transfers = Spans.of(spans), Transfers.of(transfers)
-        self._ranks, self.starts = ranks, tuple(starts)
+        self._ranks, self.starts, self.period = ranks, tuple(starts), period
 
     @classmethod
     def of(
@@ -69,6 +71,7 @@ class Trace(Tabular):
         transfers: Iterable[Transfer] = (),
         ranks: int | None = None,
         starts: Iterable[int] = (),
+        period: int = 1,
     ) -> Trace:
         """Order the spans and transfers and count time from the first span's start."""
         given, sent = Spans.of(spans), Transfers.of(transfers)
@@ -78,7 +81,7 @@ class Trace(Tabular):
         if origin:
             ordered = replace(ordered, start_s=ordered.start_s - origin, end_s=ordered.end_s - origin)
             sent = replace(sent, start_s=sent.start_s - origin, end_s=sent.end_s - origin)
-        return cls(ordered, sent, ranks, starts)
+        return cls(ordered, sent, ranks, starts, period)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Trace) and self.spans == other.spans and self.transfers == other.transfers
@@ -159,12 +162,20 @@ class Trace(Tabular):
 
     @property
     def step_s(self) -> float:
-        """Seconds per minibatch while the pipeline is full: between the last stage's updates, in the middle half."""
+        """Seconds per minibatch while the pipeline is full: between the last stage's updates, in the middle half.
+
+        Of whole periods, if one is shorter than that; else of the whole trace.
+        """
         _, ends_s = self._updates()
-        first, last = len(ends_s) // 4, len(ends_s) - 1 - len(ends_s) // 4
+        first, last = self._middle(len(ends_s))
         if first >= last:
             return self.duration_s / max(1, len(ends_s))
         return float(ends_s[last] - ends_s[first]) / (last - first)
+
+    def _middle(self, updates: int) -> tuple[int, int]:
+        """The first and the last of so many updates between which the pipeline is full; no periods are cut."""
+        first = updates // 4
+        return first, first + (updates - 1 - 2 * first) // self.period * self.period
 
     def _updates(self) -> tuple[Integers, Seconds]:
         """The last stage's updates: of each the last microbatch, and when its backward ended."""
@@ -192,7 +203,7 @@ class Trace(Tabular):
         takes on all ranks; at least 0. That of a trace of fewer than four minibatches is ``bubble``.
         """
         numbers, _ = self._updates()
-        first, last = len(numbers) // 4, len(numbers) - 1 - len(numbers) // 4
+        first, last = self._middle(len(numbers))
         if first == 0 or first >= last:
             return self.bubble()
         mine = (self.spans.microbatch > numbers[first]) & (self.spans.microbatch <= numbers[last])
@@ -212,7 +223,7 @@ class Trace(Tabular):
         events = [_event(span, row_of[span.stage, span.replica]) for span in self.spans]
         sent = [half for number, transfer in enumerate(self.transfers) for half in _halves(transfer, number)]
         shared = {} if self._ranks is None else {"ranks": self._ranks}
-        other = {**shared, "starts": list(self.starts)}
+        other = {**shared, "starts": list(self.starts), "period": self.period}
         return {"displayTimeUnit": "ms", "traceEvents": names + events + sent, "otherData": other}
 
     def row_names(self) -> list[str]:
@@ -232,9 +243,8 @@ class Trace(Tabular):
         spans = Spans.of(_span(event) for event in events if event["ph"] == "X")
         sent = Transfers.of(_transfer(event) for event in events if event["ph"] == "b")
         if "starts" not in other:
-            spans, sent, starts = numbered_through(spans, sent)
-            return cls(spans, sent, other.get("ranks"), starts)
-        return cls(spans, sent, other.get("ranks"), other["starts"])
+            spans, sent, other["starts"] = numbered_through(spans, sent)
+        return cls(spans, sent, other.get("ranks"), other["starts"], other.get("period", 1))
 
 
 def _event(span: Span, row: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
@@ -135,6 +136,22 @@ def test_values_that_cannot_be_are_refused_when_the_object_is_made(make, problem
 def test_of_several_schemes_one_must_have_the_option(name, other):
     for option in (each.name for each in fields(OPTIONS[name]) if each.name != "horizon"):
         check_owned({option: value(name, option)}, other, name)
+
+
+@pytest.mark.parametrize(
+    ("values", "schemes"),
+    [
+        ({"synchrony": "local:8"}, ("parameter-server", "all-reduce")),
+        ({"synchrony": "asynchronous"}, ("all-reduce", "parameter-server")),
+        ({"compression": "top-k"}, ("1f1b", "all-reduce", "gpipe")),
+        ({"order": "caramel"}, ("parameter-server", "all-reduce")),
+    ],
+)
+def test_a_value_is_taken_if_one_of_the_schemes_takes_it_in_whatever_order_they_are(values, schemes):
+    for order in itertools.permutations(schemes):
+        check_owned(values, *order)
+        with pytest.raises(ValueError, match="Received: "):
+            check_owned({name: "nothing:such" for name in values}, *order)
 
 
 def test_every_option_of_an_asynchronous_scheme_reaches_its_policy():

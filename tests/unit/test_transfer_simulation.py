@@ -16,6 +16,7 @@ from transfer_plans import workloads
 import pipetrain
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level, Link
 from pipetrain.plan.profile import BlockProfile, Coding, Profile
+from pipetrain.schemes.options import AllReduce, ParameterServer
 from pipetrain.schemes.synchrony import Gossip
 from pipetrain.schemes.table import TRANSFERRING
 from pipetrain.schemes.transfers.caramel import step_s
@@ -430,6 +431,45 @@ def test_schemes_with_ordered_transfers_are_compared_beside_the_others():
     assert "\n\n" not in str(compare(profiled(), 2, ["single"], hosts, minibatches=8))
     tight = compare(profiled(), 2, ["all-reduce"], replace(hosts, memory_bytes=10**6), minibatches=8)
     assert "no cut fits" in str(tight)
+
+
+@pytest.mark.parametrize("minibatches", [4, 50])
+@pytest.mark.parametrize("synchrony", ["local:2", "local:8", "stale:1", None])
+def test_a_trace_tells_the_seconds_by_which_ways_are_compared(synchrony, minibatches, tmp_path):
+    """Of workers that join their weights after some steps those of whole periods, however many are simulated."""
+    hosts, way = joined(4e-7, 1e-4), AllReduce("none", synchrony=synchrony)
+    trace = pipetrain.simulate_order(profiled(4), way.name, 2, hosts, "none", minibatches, synchrony=synchrony)
+    assert trace.step_s == pytest.approx(Chooser(profiled(4), 2, hosts).of(way)[0].step_s, rel=0.01)
+    trace.save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json").step_s == pytest.approx(trace.step_s)
+    (of_object,) = compare(profiled(4), 2, [way], hosts, minibatches=minibatches).traces.values()
+    (of_options,) = compare(profiled(4), 2, [way.name], hosts, order="none", synchrony=synchrony).traces.values()
+    assert of_object.step_s == pytest.approx(of_options.step_s)
+    assert of_object.step_s == pytest.approx(trace.step_s, rel=0.01)
+
+
+def test_a_comparison_has_what_fits_with_the_options_that_it_is_given():
+    """Weights of workers' own take memory beside."""
+    hosts, way = joined(1e-9, 1e-4), AllReduce(synchrony="local:8")
+    plain, own = (Chooser(profiled(), 2, hosts).of(each)[0].memory_bytes for each in ("all-reduce", way))
+    tight = replace(hosts, memory_bytes=(plain + own) // 2)
+    assert plain < own and [*compare(profiled(), 2, ["all-reduce"], tight).traces] == ["all-reduce"]
+    for ways, options in (([way], {}), (["all-reduce"], {"synchrony": "local:8"})):
+        assert "no cut fits" in str(compare(profiled(), 2, ways, tight, **options))
+
+
+def test_workers_at_their_own_pace_are_estimated_by_how_far_they_may_be_ahead():
+    chooser = Chooser(profiled(), 4, joined(1e-9, 1e-4))
+    ways = [chooser.of(ParameterServer("none", synchrony=f"asynchronous:{bound}"))[0] for bound in (0, 1, 3, 8)]
+    assert [ways[0].step_s / each.step_s for each in ways] == pytest.approx([1, 2, 4, 4])
+    small, large = profiled(), profiled()
+    large = replace(large, blocks=tuple(replace(each, output_bytes=10**6) for each in large.blocks))
+    ways = [ParameterServer("none", synchrony="asynchronous"), ParameterServer("none")]
+    apart, together = (
+        [Chooser(each, 4, joined(1e-9, 1e-4)).of(way)[0].memory_bytes for each in (small, large)] for way in ways
+    )
+    whole = apart[1] - apart[0]
+    assert whole == pytest.approx(4 * (together[1] - together[0]), rel=0.1)  # the activations of a whole minibatch
 
 
 def test_they_are_among_the_ways_as_they_are_simulated():
