@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.options import writable  # noqa: E402
 from experiments.progress import write_rows  # noqa: E402
+from experiments.published import agrees  # noqa: E402
 from pipetrain.cli.arguments import Folded, count, part, positive_number  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.balance import LayerShape, best_parts, block_bytes, block_ratio, data_ratio  # noqa: E402
@@ -147,7 +148,7 @@ def report(found: Sequence[Outcome], epochs: float) -> str:
 
 
 def _agrees(ours: float, paper: float) -> str:
-    return "yes" if abs(ours / paper - 1) <= 0.25 else "no"
+    return "yes" if agrees(ours, paper) else "no"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
