@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.options import writable  # noqa: E402
 from experiments.progress import write_rows  # noqa: E402
+from experiments.published import agrees  # noqa: E402
 from pipetrain.cli.arguments import Folded, count, part, positive_number  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.balance import LayerShape, best_parts, block_bytes, block_ratio, data_ratio, least_rows  # noqa: E402
@@ -190,7 +191,7 @@ def _joined(layers: Iterable[tuple[str, str]]) -> str:
 
 
 def _agrees(ours: float, paper: float) -> str:
-    return "yes" if abs(ours / paper - 1) <= 0.25 else "no"
+    return "yes" if agrees(ours, paper) else "no"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

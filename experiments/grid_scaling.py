@@ -39,6 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.options import writable  # noqa: E402
 from experiments.progress import tracked, write_rows  # noqa: E402
+from experiments.published import agrees  # noqa: E402
 from pipetrain.cli.arguments import Folded, count  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.cluster import Cluster, Level, Link, bandwidth_bytes_per_s  # noqa: E402
@@ -60,7 +61,6 @@ WAYS = ("batch", "model", "integrated")
 SENDING = ("equation-8", "pipetrain")
 PAPER = {"batch": 5.8, "model": 1.2}  # at 32 processes, width 1,024
 PAPER_INTEGRATED = 0.99  # of batch
-CLOSE = 0.25
 
 
 class Cell(NamedTuple):
@@ -177,7 +177,7 @@ def compared(outcomes: Sequence[Outcome]) -> str:
 def _beside(ours: float | None, paper: float) -> str:
     if ours is None:
         return "-"
-    return f"{ours:.2f} {'yes' if abs(ours / paper - 1) <= CLOSE else 'no'}"
+    return f"{ours:.2f} {'yes' if agrees(ours, paper) else 'no'}"
 
 
 def number_of(outcomes: Sequence[Outcome], sending: str, way: str) -> float | None:

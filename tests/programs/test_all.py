@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import importlib
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -68,13 +72,60 @@ def test_every_command_is_a_program_and_every_study_of_the_guide_is_one_of_them(
     assert studies - {"all"} == {*names}
 
 
-def test_rows_of_the_table_of_figures_have_commands_that_are_there():
-    """Each row of the results' index, but for the headers, ends with a command whose program exists."""
+class Parsed(Exception):
+    """A program has read its command line."""
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """A function that lets a program read a command line, which fails where an option or a value is not known."""
+    read = argparse.ArgumentParser.parse_args
+
+    def read_and_stop(self, arguments=None, namespace=None):
+        read(self, arguments, namespace)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", read_and_stop)
+
+    def parse(program, *arguments):
+        monkeypatch.setattr("sys.argv", [program, *arguments])
+        with pytest.raises(Parsed):
+            importlib.import_module(program.removesuffix(".py").replace("/", ".")).main()
+
+    return parse
+
+
+def commands_of_the_table():
+    """The rows of the results' index, but for the headers, with the commands of their last cells."""
     text = (ROOT / "docs" / "results" / "index.md").read_text(encoding="utf-8")
-    rows = [
-        line for line in text.splitlines() if line.startswith("|") and not line.startswith(("|---", "| what", "| dim"))
-    ]
-    assert len(rows) > 25
-    for row in rows:
-        command = row.rsplit("`", 2)[1].split()
-        assert (ROOT / command[1]).exists(), row
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [row for row in rows if not row.startswith(("|---", "| what", "| dim"))]
+    return {row: re.findall(r"`((?:python|pytest) [^`]+)`", row.split("|")[-2]) for row in rows}
+
+
+def test_rows_of_the_table_of_figures_have_commands_that_are_there():
+    found = commands_of_the_table()
+    assert len(found) > 25
+    for row, commands in found.items():
+        assert commands, row
+        assert all((ROOT / command.split()[1]).exists() for command in commands), row
+
+
+def test_commands_of_the_table_of_figures_have_options_that_their_programs_know(parse):
+    """No program goes further than to read its command line."""
+    for command in {each for commands in commands_of_the_table().values() for each in commands}:
+        words = shlex.split(command)
+        if words[0] == "python":
+            parse(*words[1:])
+
+
+def test_an_option_that_a_program_does_not_know_is_found(parse, capsys):
+    with pytest.raises(SystemExit):
+        parse("experiments/traffic.py", "--no-such-option")
+    assert "--no-such-option" in capsys.readouterr().err
+
+
+def test_no_cell_of_the_table_of_figures_is_empty_but_for_a_dimension_that_goes_on():
+    for row in commands_of_the_table():
+        first, *others = (cell.strip() for cell in row.split("|")[1:-1])
+        assert all(others) and (first or len(others) == 3), row

@@ -204,8 +204,8 @@ def test_prediction_costs_where_weights_are_predicted():
     assert found["spectrain"].step_s == pytest.approx(8e-3 + 0.6 * 2e-3, rel=0.003)
 
 
-def test_statements_agree_within_a_fifth():
-    statement = speedup.Statement("says", 1.0, {"ring": 1.19, "server": 1.21, "overlapped": 0.81})
+def test_statements_agree_within_a_quarter():
+    statement = speedup.Statement("says", 1.0, {"ring": 1.24, "server": 1.26, "overlapped": 0.76})
     assert [statement.agrees(way) for way in statement.ours] == [True, False, True]
 
 
