@@ -396,7 +396,6 @@ def test_first_trials_hold_and_are_not_kept_where_ways_cannot_train_side_by_side
     assert len(made) == 3 + turns and len([*seconds]) == (0 if together else 2)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(("alone_s", "join_s"), [(0.1, 10.0), (0.05, 3.0), (0.3, 10.0), (4.0, 20.0), (0.01, 0.02)])
 def test_a_trial_of_steps_that_repeat_times_whole_periods(alone_s, join_s, monkeypatch):
     now_s = itertools.accumulate(alone_s + join_s * (step % 8 == 0) for step in itertools.count(1))
@@ -407,6 +406,7 @@ def test_a_trial_of_steps_that_repeat_times_whole_periods(alone_s, join_s, monke
     assert clock.minibatch_s == pytest.approx(alone_s + join_s / 8)
 
 
+@pytest.mark.wide
 def test_a_way_that_the_model_refuses_is_not_taken(no_trials, monkeypatch):
     """Of a model that draws with a layer's own state, whose loss no trial must leave changed."""
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: near_ways((1.0, 1.0, 0.9)))
