@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipetrain.plan.partition import partition
     from pipetrain.plan.profile import Profile
     from pipetrain.plan.stages import Partition
-    from pipetrain.schemes.compression import BFloat16, Float16, Int4, Int8, PowerSGD, RandomK, Sign, TopK
+    from pipetrain.schemes.compression import BFloat16, Compression, Float16, Int4, Int8, PowerSGD, RandomK, Sign, TopK
     from pipetrain.schemes.grid import Grid
     from pipetrain.schemes.options import (
         ZBH1,
@@ -72,6 +72,7 @@ __all__ = [
     "Auto",
     "BFloat16",
     "CodedReduce",
+    "Compression",
     "Float16",
     "GPipe",
     "Gossip",
@@ -129,6 +130,7 @@ _HOMES = {
     "Auto": "pipetrain.schemes.options",
     "BFloat16": "pipetrain.schemes.compression",
     "CodedReduce": "pipetrain.schemes.options",
+    "Compression": "pipetrain.schemes.compression",
     "Float16": "pipetrain.schemes.compression",
     "GPipe": "pipetrain.schemes.options",
     "Gossip": "pipetrain.schemes.synchrony",

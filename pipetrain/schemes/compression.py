@@ -44,7 +44,9 @@ class Compression:
         pass
 
     def __str__(self) -> str:
-        if self.name == Compression.name:  # one's own: two of these are not the same
+        if self.name == Compression.name and not is_dataclass(self):  # of one's own, by what it holds
+            return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        if self.name == Compression.name:
             return repr(self)
         every: Sequence[Any] = fields(self) if is_dataclass(self) else ()
         own = {each.name: getattr(self, each.name) for each in every if getattr(self, each.name) != each.default}
@@ -192,8 +194,9 @@ class TopK(Compression):
 
     def _check(self) -> None:
         check_share(self.share)
-        if self.momentum_correction != "auto":
-            checked_bool("momentum_correction", self.momentum_correction, "Momentum is corrected, or it is not")
+        if not isinstance(self.momentum_correction, str) or self.momentum_correction != "auto":
+            asked = checked_bool("momentum_correction", self.momentum_correction, "Momentum is corrected, or it is not")
+            object.__setattr__(self, "momentum_correction", asked)
         checked_count("warm_up", self.warm_up, "More is sent for so many updates, or for none", 100, least=0)
         norm = self.local_clipnorm
         if norm is not None and (isinstance(norm, bool) or not isinstance(norm, Real) or not 0 < norm < math.inf):
@@ -330,6 +333,8 @@ def compression_of(given: Any, argument: str = "compression") -> Compression | N
 
     Raises ValueError for a name that there is not, TypeError for what is neither.
     """
+    if isinstance(given, Compression):
+        _check_own(given, argument)
     if given is None or isinstance(given, Compression):
         return given
     if not isinstance(given, str):
@@ -345,6 +350,18 @@ def compression_of(given: Any, argument: str = "compression") -> Compression | N
             f"Unknown compression. Received: {argument}={given!r}. Try one of: {', '.join((NONE, *COMPRESSIONS))}."
         )
     return COMPRESSIONS[name](**(_first_option(given, name, value, argument) if value else {}))
+
+
+def _check_own(given: Compression, argument: str) -> None:
+    """Raise ValueError, TypeError for an object that is none of this package's and makes no messages itself."""
+    if isinstance(given, tuple(COMPRESSIONS.values())) and not hasattr(given, "encode"):
+        return
+    if missing := [each for each in ("encode", "decode") if not callable(getattr(given, each, None))]:
+        raise TypeError(
+            f"A compression of your own has encode(values) and decode(parts). Received: {argument}={given!r}, without "
+            f"{' and '.join(missing)}. Try one of: {', '.join(map(repr, COMPRESSIONS))}."
+        )
+    checked_bool("error_feedback", given.error_feedback, "What a message lacks is kept, or it is not")
 
 
 def summing(given: Any) -> Compression | None:

@@ -879,8 +879,12 @@ def check_staleness(staleness: Any) -> str:
 def allowed(allow: Any, staleness: str = STALENESS[0]) -> frozenset[str]:
     """What is allowed beside exact training, of names in a text or a collection, and of ``staleness``.
 
-    Raises ValueError for a name that there is not.
+    Raises ValueError for a name that there is not, TypeError for what has no names.
     """
+    if not isinstance(allow, str | Collection):
+        raise TypeError(
+            f"What is allowed are names. Received: allow={allow!r}. Try some of: {', '.join(ALLOWED)}; or ()."
+        )
     names = [each.strip() for each in allow.split(",") if each.strip()] if isinstance(allow, str) else list(allow)
     if unknown := [each for each in names if each not in ALLOWED]:
         raise ValueError(

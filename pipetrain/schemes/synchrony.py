@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pipetrain.schemes.arguments import checked_count, is_count
+from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.table import SERVING, TRANSFERRING
 
 SYNCHRONOUS = "synchronous"
@@ -298,9 +299,9 @@ def _checked(graph: Any) -> Neighbours:
         raise TypeError(
             f"A graph is a name, or has every worker's neighbours. Received: graph={graph!r}. Try {A_GRAPH}."
         )
-    found = tuple(tuple(sorted({*each})) for each in graph)
-    if not found or not all(is_count(n, 0) and n < len(found) for each in found for n in each):
+    if not graph or not all(is_count(n, 0) and n < len(graph) for each in graph for n in each):
         raise ValueError(f"Neighbours are numbers of workers. Received: graph={graph!r}. Try {A_GRAPH}.")
+    found = tuple(tuple(sorted({*each})) for each in graph)
     for worker, others in enumerate(found):
         for other in others:
             if worker == other or worker not in found[other]:
@@ -359,18 +360,18 @@ def join_steps(synchrony: Any) -> int:
 
 def check_together(topology: Any, synchrony: Any, compression: Any) -> None:
     """Raise ValueError for options of which each can be, but not together."""
-    found, joined = topology_of(topology), synchrony_of(synchrony)
-    if isinstance(joined, Asynchronous) and compression is not None:
+    found, joined, sent = topology_of(topology), synchrony_of(synchrony), compression_of(compression)
+    if isinstance(joined, Asynchronous) and sent is not None:
         raise ValueError(
             "Gradients of single workers are sent as they are. Received: "
             f"compression={compression!r}, synchrony={synchrony!r}. Try no compression, or synchrony='stale:1'."
         )
-    if isinstance(joined, LocalSGD) and getattr(compression, "local_clipnorm", None) is not None:
+    if isinstance(joined, LocalSGD) and sent is not None and sent.local_clipnorm is not None:
         raise ValueError(
             "Devices clip the gradients that they send, and workers that join their weights send none. Received: "
             f"compression={compression!r}, synchrony={synchrony!r}. Try local_clipnorm=None."
         )
-    if found is not None and compression is not None:
+    if found is not None and sent is not None:
         why = "Compressed gradients go to all workers that need them" if found == RING else "Neighbours send weights"
         raise ValueError(
             f"{why}. Received: topology={topology!r}, compression={compression!r}. Try topology={DIRECT!r}, or no "

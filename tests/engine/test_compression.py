@@ -115,6 +115,15 @@ def test_a_message_brings_what_numpy_says_in_as_many_bytes_as_planned(options, s
         np.testing.assert_allclose(there, by_numpy(options, sent), rtol=2e-5, atol=2e-6)
 
 
+def test_a_block_is_no_larger_than_what_it_is_of():
+    """Of one that is larger only as much is made as there is: the same message as by a block of all elements."""
+    sent = values((5, 7))
+    for kind in (Int8, Int4):
+        found, size_bytes = arrived(kind(block=10**9), sent)
+        assert size_bytes == kind(block=10**9).sent_bytes(sent.shape)
+        np.testing.assert_array_equal(found, arrived(kind(block=sent.size), sent)[0])
+
+
 @settings(max_examples=30)
 @given(
     st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=70),
@@ -175,14 +184,16 @@ def test_a_compression_of_ones_own():
     assert codec.decode(parts, SEED).numpy().tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
 
 
-def test_a_compression_without_a_codec_is_refused():
-    class Nothing(Compression):
-        """No message."""
+def test_messages_of_ones_own_have_as_many_bytes_in_every_step():
+    class Positive(Compression):
+        def encode(self, given):
+            return [tf.boolean_mask(given, given > 0)]
 
-        name = "nothing"
+        def decode(self, parts):
+            return parts[0]
 
-    with pytest.raises(TypeError, match=r"methods encode and decode\. Received: compression=.*Nothing"):
-        codec_of(Nothing(), tf.TensorSpec([8], tf.float32))
+    with pytest.raises(ValueError, match=r"Received: compression=Positive\(\), whose encode gives .* Try tensors of"):
+        codec_of(Positive(), tf.TensorSpec([8], tf.float32)).sent_bytes
 
 
 def test_names_and_values():

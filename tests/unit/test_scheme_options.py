@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import FrozenInstanceError, fields
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,6 +153,48 @@ def test_a_value_is_taken_if_one_of_the_schemes_takes_it_in_whatever_order_they_
         check_owned(values, *order)
         with pytest.raises(ValueError, match="Received: "):
             check_owned({name: "nothing:such" for name in values}, *order)
+
+
+class Halved(pipetrain.Compression):
+    def __init__(self, divisor):
+        self.divisor = divisor
+
+    def encode(self, values):
+        return [values]
+
+
+class Whole(Halved):
+    def decode(self, parts):
+        return parts[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: pipetrain.AllReduce(compression=pipetrain.Compression()), "without encode and decode. Try one of"),
+        (lambda: pipetrain.ParameterServer(compression=Halved(2)), "without decode. Try one of: 'bfloat16'"),
+        (lambda: pipetrain.OneFOneB(replica_compression=Halved(2)), "Received: replica_compression=.*without decode"),
+        (lambda: pipetrain.Auto(allow=3), "Received: allow=3. Try some of"),
+    ],
+)
+def test_objects_that_cannot_serve_are_refused_when_the_scheme_is_made(make, problem):
+    with pytest.raises(TypeError, match=problem):
+        make()
+
+
+def test_a_compression_of_ones_own_is_told_by_what_it_holds():
+    """A run that goes on is compared by this text, which is the same in another process."""
+    assert pipetrain.AllReduce(compression=Whole(3)).compression.divisor == 3
+    assert str(Whole(3)) == "Whole(divisor=3)" != str(Whole(4))
+
+
+def test_what_numpy_says_is_true_and_what_is_none_by_name_are_taken_as_such():
+    assert pipetrain.TopK(momentum_correction=np.True_).momentum_correction is True
+    with pytest.raises(ValueError, match="Received: compression"):
+        pipetrain.TopK(momentum_correction=np.True_).corrected(0.0)
+    for none in ("none", "none:"):
+        pipetrain.AllReduce(topology="ring", compression=none)
+        pipetrain.ParameterServer(synchrony="asynchronous", compression=none)
 
 
 def test_every_option_of_an_asynchronous_scheme_reaches_its_policy():

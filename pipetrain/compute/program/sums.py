@@ -191,11 +191,12 @@ class Sums:
         effects, messages, found = effects_from_here(), [], []
         with tf.control_dependencies(None):
             for replica, trace in enumerate(traces):
-                if trace.gathered is not None:
+                gradients = sums.of_no_rows() if trace.gathered is None else trace.gathered
+                if gradients is not None:
                     key, of_message = (trace.place.stage, replica), effects_from_here()
                     with tf.device(trace.device), tf.control_dependencies(self._before.get(key, [])):
                         step = number_on(trace.device) + minibatch
-                        messages.append(sums.encoded(replica, trace.gathered, step))
+                        messages.append(sums.encoded(replica, gradients, step))
                     self._before[key] = of_message()
             for replica, trace in enumerate(traces):
                 there = [moved(each, trace.device) for each in messages]

@@ -128,7 +128,14 @@ class IntegerCodec(Codec):
 
     @property
     def _blocks(self) -> Any:
-        return -(-self.count // self.options.block)
+        return -(-self.count // self._block)
+
+    @property
+    def _block(self) -> Any:
+        """The elements of a block: no more than there are."""
+        if isinstance(self.count, int):
+            return max(1, min(self.options.block, self.count))
+        return tf.clip_by_value(self.count, 1, self.options.block)
 
     def _lengths(self) -> list[Length]:
         return [(-(-self.count // (8 // self.options.bits)), tf.uint8), (self._blocks, tf.float32)]
@@ -151,8 +158,8 @@ class IntegerCodec(Codec):
 
     def _in_blocks(self, values: tf.Tensor) -> tf.Tensor:
         """Rows of a block each, the last one filled with zeros."""
-        block = self.options.block
-        return tf.reshape(tf.pad(values, [[0, self._blocks * block - self.count]]), [self._blocks, block])
+        block, blocks = self._block, self._blocks
+        return tf.reshape(tf.pad(values, [[0, blocks * block - self.count]]), [blocks, block])
 
     def _packed(self, numbers: tf.Tensor) -> tf.Tensor:
         if self.options.bits == 8:
@@ -280,7 +287,14 @@ class OwnCodec(Codec):
         made = tf.function(lambda value: self.options.encode(value)).get_concrete_function(
             tf.TensorSpec([self.count], self.spec.dtype)
         )
-        return [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(made.structured_outputs)]
+        found = [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(made.structured_outputs)]
+        if any(each.shape.num_elements() is None for each in found):
+            raise ValueError(
+                "A message has as many bytes in every step. Received: "
+                f"compression={self.options}, whose encode gives {[each.shape.as_list() for each in found]} for "
+                f"{self.count} elements. Try tensors of fixed shapes."
+            )
+        return found
 
     def _lengths(self) -> list[Length]:
         return [(each.shape.num_elements(), each.dtype) for each in self.parts]
@@ -301,16 +315,11 @@ CODECS: dict[type[Compression], type[Codec]] = {
 }
 
 
-def codec_of(options: Compression, spec: tf.TensorSpec, argument: str = "compression") -> Codec:
+def codec_of(options: Compression, spec: tf.TensorSpec) -> Codec:
     """What makes messages of such gradients: whole ones, where these are no larger."""
-    kind = next((CODECS[each] for each in type(options).__mro__ if each in CODECS), None)
     if hasattr(options, "encode"):
         return OwnCodec(options, spec)
-    if kind is None:
-        raise TypeError(
-            f"A compression makes messages by its methods encode and decode. Received: {argument}={options!r} "
-            "without them. Try those of pipetrain.Compression, or a line in CODECS for one of this package."
-        )
+    kind = next(CODECS[each] for each in type(options).__mro__ if each in CODECS)
     made = kind(options, spec)
     return made if made.sent_bytes < size_bytes(spec) else Codec(None, spec)
 
@@ -364,17 +373,20 @@ class Compressor:
         self._kinds = KeptGradient(OF_MOVES if of_moves else OF_MOMENTUM if momentum else RESIDUAL, "memory", MOMENTUM)
         self._specs, self._of_phases = dict(specs), dict[int, dict[int, Codec]]()
         self.phase = options.phase(sys.maxsize)  # the last one
-        self._originals = originals
+        self._originals, self._devices = originals, devices
         self._kept = [{n: self._new(device, each) for n, each in self._codecs.items()} for device in devices]
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether workers sum their gradients before these are sent."""
+        return bool(self._momentum)
 
     @property
     def _codecs(self) -> dict[int, Codec]:
         """What makes messages of the gradients, by the variables' numbers."""
         if self.phase not in self._of_phases:
             options = self.options.in_phase(self.phase)
-            self._of_phases[self.phase] = {
-                n: codec_of(options, each, self._argument) for n, each in self._specs.items()
-            }
+            self._of_phases[self.phase] = {n: codec_of(options, each) for n, each in self._specs.items()}
         return self._of_phases[self.phase]
 
     def _new(self, device: str, codec: Codec) -> KeptGradient:
@@ -431,17 +443,18 @@ class Compressor:
         self.check_dense({*variables} - {*dense})
         self.learn({n: like[n] for n in dense})
         wires = {n: tf.TensorSpec([self._codecs[n].sent_bytes], tf.uint8) for n in dense}
+        makers = self._with_momentum(made, {n: like[n] for n in dense})
         sent = [
             {n: self.encoded(worker, device, gradients[n], n, step(device)) for n in dense}
-            for worker, device, gradients in made
+            for worker, device, gradients in makers
         ]
-        received = [[Received(wires) for _ in made] for _ in sinks]
+        received = [[Received(wires) for _ in makers] for _ in sinks]
         others: list[dict[int, Any]] = [{} for _ in sinks]
         for pack in order.packs():
             mine = tuple(n for n in pack.variables if n in wires)
             if mine:
                 layout = MessageLayout(pack._replace(variables=mine), wires)
-                for number, (_, source, _) in enumerate(made):
+                for number, (_, source, _) in enumerate(makers):
                     with tf.device(source):
                         messages = layout.messages(sent[number])
                     for place, sink in enumerate(sinks):
@@ -460,6 +473,17 @@ class Compressor:
                 }
             sums.append({**found, **rest})
         return sums
+
+    def _with_momentum(self, made: Sequence[OfWorker], like: Gradients) -> Sequence[OfWorker]:
+        """What workers have made, and gradients of zeros of those without rows, if they have momentum to send."""
+        if not self.has_momentum or len(made) == len(self._devices):
+            return made
+        found = {worker: (device, gradients) for worker, device, gradients in made}
+        for worker, device in enumerate(self._devices):
+            if worker not in found:
+                with tf.device(device):
+                    found[worker] = device, {n: tf.zeros(spec.shape, spec.dtype) for n, spec in like.items()}
+        return [(worker, *found[worker]) for worker in sorted(found)]
 
     def learn(self, like: Mapping[int, tf.TensorSpec]) -> None:
         """Gradients of these variables are sent, too, as they are: an embedding's that are not of rows."""
@@ -565,7 +589,14 @@ class ReplicaSums:
         """Of a message."""
         return sum(self._compressor.sent_bytes(self._number[n]) for n in self.numbers)
 
-    def encoded(self, replica: int, gradients: Sequence[Any], step: tf.Tensor) -> tf.Tensor:
+    def of_no_rows(self) -> dict[int, Any] | None:
+        """The gradients of a replica without rows, if it has momentum to send."""
+        if not self._compressor.has_momentum:
+            return None
+        like = {n: self._like[self._number[n]] for n in self.numbers}
+        return {n: tf.zeros(each.shape, each.dtype) for n, each in like.items()}
+
+    def encoded(self, replica: int, gradients: Any, step: tf.Tensor) -> tf.Tensor:
         """A replica's message; in the scope of its device. What it lacks is kept."""
         if replica not in self._encode:
             like = [self._like[self._number[n]] for n in self.numbers]
