@@ -68,6 +68,15 @@ def test_every_command_is_a_program_and_every_study_of_the_guide_is_one_of_them(
     assert studies - {"all"} == {*names}
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_command_writes_to_its_folder_or_to_that_of_the_runs_it_reads(quick):
+    folder = Path("figures")
+    for each in every.COMMANDS:
+        arguments = each.arguments(folder, quick)
+        own = arguments[-2:] == ["--output", str(folder / each.name)]
+        assert own or arguments == [str(folder / "table1")], each.name
+
+
 def test_rows_of_the_table_of_figures_have_commands_that_are_there():
     """Each row of the results' index, but for the headers, ends with a command whose program exists."""
     text = (ROOT / "docs" / "results" / "index.md").read_text(encoding="utf-8")
