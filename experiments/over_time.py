@@ -7,8 +7,8 @@ that speed as the runs had stages, joined as --cluster says. --synchronous schem
 accuracy, and seconds of their own. The memory is the fullest device's. The last column of the table is when the mean
 over the seeds is nearly what `single` has at its end. The table is kept as over_time.csv too.
 
-For the SNN of experiments/all.py it takes about a minute on two cores. Nearly all of it is profiling, once for each
-number of microbatches.
+For the SNN of experiments/all.py it takes about a minute on two cores. It grows with the network, which is profiled
+once for each number of microbatches.
 
 example:
   python experiments/table1.py --model vgg16 --width 4 --dataset fashion_mnist_small --stages 8 --output runs/vgg16 \\

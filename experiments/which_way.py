@@ -5,7 +5,7 @@ and ``pipetrain.choose`` predicts every way to train. Hosts have four GPUs on PC
 Where a GPU has a memory of its own, ways that need more are left out. GPUs that are on one host are planned for once,
 whatever the network between hosts.
 
-Rows are kept as they come, in which_way.csv. It takes about ten minutes on two cores, nearly all of it for 64 GPUs.
+Rows are kept as they come, in which_way.csv. It takes about ten minutes on two cores.
 
 examples:
   python experiments/which_way.py
