@@ -12,6 +12,9 @@ MultiWorkerMirroredStrategy, as a loop written by hand, with its own packs and w
 of the processors' time other machines took meanwhile: the less, the more the figures tell. Needs root, for the
 namespaces.
 
+For each --rate it takes as long as --rounds take, but no round begins after --seconds, ten minutes by default, counted
+from the start of the processes for that rate. A round that has begun is finished, and one is always trained.
+
 examples:
   python benchmarks/data_parallel.py
   python benchmarks/data_parallel.py --network vgg --hosts 3 --rate 100 --rate 400 --rounds 10

@@ -6,6 +6,10 @@ of four hosts in turns, ``auto`` among them. With ``--balance`` small dense netw
 train on two hosts, by outputs (2, 1) and by rows (1, 2), and what ``pipetrain.plan.balance`` chooses is compared with
 which was faster. Needs root, for the namespaces.
 
+How long it takes depends on the steps: for each --rate, every way trains --rounds + 1 turns of three. With the times of
+docs/benchmarks/grid.md that is half a minute by default, and with --balance, of 18 cells, seven minutes at 100 Mb/s and
+two at 400; starting workers and tracing the functions of every way come before.
+
 examples:
   python benchmarks/grid.py
   python benchmarks/grid.py --width 1024 --rows 512 --rate 100 --rounds 5

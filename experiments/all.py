@@ -102,7 +102,10 @@ COMMANDS = (
         "coded_reduce", "CodedReduce on 84 and on 156 workers", "--tree 4,1 --row-us 10 --steps 4 --output {output}",
         "--output {output}", "1 min",
     ),
-    Command("which_way", "which way to train wins where", "--model vgg16 --devices 4 --gbit 10", "", "10 min"),
+    Command(
+        "which_way", "which way to train wins where", "--model vgg16 --devices 4 --output {output}",
+        "--output {output}", "10 min",
+    ),
 )  # fmt: skip
 
 

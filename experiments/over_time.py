@@ -5,7 +5,10 @@ of a minibatch are simulated, since they depend on the devices and accuracy does
 core of this machine, with the rows of a minibatch and of every number of microbatches, and cut for as many devices of
 that speed as the runs had stages, joined as --cluster says. --synchronous schemes train as `single` does: they have its
 accuracy, and seconds of their own. The memory is the fullest device's. The last column of the table is when the mean
-over the seeds is nearly what `single` has at its end.
+over the seeds is nearly what `single` has at its end. The table is kept as over_time.csv too.
+
+For the SNN of experiments/all.py it takes about a minute on two cores. It grows with the network, which is profiled
+once for each number of microbatches.
 
 example:
   python experiments/table1.py --model vgg16 --width 4 --dataset fashion_mnist_small --stages 8 --output runs/vgg16 \\
@@ -19,19 +22,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models  # noqa: E402
 from experiments import datasets, optimizers, results  # noqa: E402
-from experiments.intervals import shown  # noqa: E402
+from experiments.intervals import interval, shown  # noqa: E402
 from experiments.networks import LANGUAGE, NETWORKS, input_shape  # noqa: E402
+from experiments.progress import tracked, write_rows  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import Variant, variant  # noqa: E402
 from pipetrain.cli.arguments import MICROBATCHES, Folded, from_zero  # noqa: E402
@@ -108,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     path = options.folder / "over_time.json"
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_rows(path.with_suffix(".csv"), figures(ways, measure))
     from plots.over_time import draw
 
     print(f"{title}\n\n{report(ways, measure)}\n\n{draw(options.folder, path.with_suffix('.png'))}")
@@ -168,7 +173,7 @@ def curves(folder: Path, runs: Iterable[results.Run]) -> dict[str, dict[int, His
 
 
 def predictions(
-    settings: Settings, labels: Iterable[str], cluster: Cluster, options: argparse.Namespace
+    settings: Settings, labels: Sequence[str], cluster: Cluster, options: argparse.Namespace
 ) -> dict[str, tuple[float, int]]:
     """By scheme, the simulated seconds of a minibatch when the pipeline is full, and the fullest device's bytes."""
     import pipetrain
@@ -179,7 +184,7 @@ def predictions(
     model = models.build(settings.model, shape, data.classes, **settings.size)
     profiles: dict[int, Profile] = {}
     found = {}
-    for label in labels:
+    for label in tracked(labels, labels):
         chosen = variant(label)
         pieces = (chosen.microbatches or MICROBATCHES) if chosen.splits else 1
         if pieces not in profiles:
@@ -225,37 +230,61 @@ def way(
     )
 
 
-def report(ways: Sequence[Way], measure: Measure) -> str:
-    """The table."""
+def beside_single(ways: Sequence[Way], measure: Measure) -> Iterator[tuple[Way, float, list[float], float | None]]:
+    """Each scheme with its speed-up, its differences, seed by seed, and the seconds until it is nearly as good."""
     single = next(each for each in ways if each.label == "single")
     nearly = fmean(single.ends.values()) - measure.sign * measure.near
+    for each in ways:
+        shared = {} if each.ends == single.ends else each.ends
+        differences = [value - single.ends[seed] for seed, value in shared.items() if seed in single.ends]
+        yield each, single.step_s / each.step_s, differences, _reached_s(each, nearly, measure.sign)
+
+
+def _reached_s(one: Way, wanted: float, sign: int) -> float | None:
+    """After how many seconds the mean curve is first as good as this."""
+    pairs = zip(one.steps, one.values, strict=True)
+    return next((step * one.step_s for step, value in pairs if sign * value >= sign * wanted), None)
+
+
+def figures(ways: Sequence[Way], measure: Measure) -> list[dict[str, Any]]:
+    """The table's figures, scheme by scheme; an interval's half width is missing where there is one seed."""
+    found = []
+    for each, speedup, differences, reached_s in beside_single(ways, measure):
+        mean, half_width = interval([*each.ends.values()])
+        difference, difference_half_width = interval(differences) if differences else (None, None)
+        found.append(
+            {
+                "scheme": each.label,
+                "fullest_bytes": each.fullest_bytes,
+                "samples_per_second": each.samples_per_second,
+                "speedup": speedup,
+                measure.name: mean,
+                "half_width": half_width,
+                "difference": difference,
+                "difference_half_width": difference_half_width,
+                "reached_s": reached_s,
+            }
+        )
+    return found
+
+
+def report(ways: Sequence[Way], measure: Measure) -> str:
+    """The table."""
     rows = [
         (
             each.label,
             f"{each.fullest_bytes / 2**20:.0f}",
             f"{each.samples_per_second:.0f}",
-            f"{single.step_s / each.step_s:.2f}x",
+            f"{speedup:.2f}x",
             shown([*each.ends.values()], 3),
-            "" if each.ends == single.ends else shown(_differences(each.ends, single.ends), 3, signed=True),
-            _reached(each, nearly, measure.sign),
+            shown(differences, 3, signed=True) if differences else "",
+            "-" if reached_s is None else f"{reached_s:.1f}",
         )
-        for each in ways
+        for each, speedup, differences, reached_s in beside_single(ways, measure)
     ]
     near = f"s until {-measure.sign * measure.near:+g}"  # of what single has at its end
     header = ("scheme", "MiB", "samples/s", "times", measure.name, "minus single", near)
     return text_table(header, rows)
-
-
-def _differences(ends: Mapping[int, float], others: Mapping[int, float]) -> list[float]:
-    """Seed by seed, of which both have a run."""
-    return [value - others[seed] for seed, value in ends.items() if seed in others]
-
-
-def _reached(one: Way, wanted: float, sign: int) -> str:
-    """After how many seconds the mean curve is first as good as this."""
-    pairs = zip(one.steps, one.values, strict=True)
-    step = next((step for step, value in pairs if sign * value >= sign * wanted), None)
-    return "-" if step is None else f"{step * one.step_s:.1f}"
 
 
 if __name__ == "__main__":

@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import csv
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tqdm import tqdm
+
 Item = TypeVar("Item")
-WIDTH = 24
+BAR = "{bar:24} {n_fmt}/{total_fmt} {elapsed}<{remaining} {desc}"  # the name comes last: a narrow terminal shortens it
 
 
 def tracked(items: Sequence[Item], named: Sequence[str]) -> Iterator[Item]:
     """The items one after another, with a bar on standard error, or with a line each where that is no terminal."""
-    begun_s, on_terminal = time.monotonic(), sys.stderr.isatty()
-    for done, (item, name) in enumerate(zip(items, named, strict=True)):
-        if on_terminal:
-            _show(done, len(items), name, time.monotonic() - begun_s)
-        else:
-            print(f"{done + 1}/{len(items)} {name}", file=sys.stderr)
-        yield item
-    if on_terminal and items:
-        _show(len(items), len(items), "", time.monotonic() - begun_s)
-        print(file=sys.stderr)
-
-
-def _show(done: int, count: int, name: str, taken_s: float) -> None:
-    filled = WIDTH * done // count
-    bar = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{count} {taken_s:.0f} s {name}"
-    print(f"\r{bar:<78.78}", end="", file=sys.stderr, flush=True)
+    on_terminal = sys.stderr.isatty()
+    with tqdm(total=len(items), file=sys.stderr, disable=not on_terminal, bar_format=BAR) as bar:
+        for number, (item, name) in enumerate(zip(items, named, strict=True), start=1):
+            bar.set_description_str(name)
+            if not on_terminal:
+                print(f"{number}/{len(items)} {name}", file=sys.stderr)
+            yield item
+            bar.update()
+        bar.set_description_str("")
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -30,10 +30,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Cell:
-    """What a table shows in one place, and whether that is the best of its network."""
+    """What a table shows in one place, whether that is the best of its network, and the seeds' values behind it."""
 
     text: str
     best: bool = False
+    values: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _section(model: str, runs: Sequence[Run]) -> Section:
     ]
     header = ("scheme", "seeds", "min training loss", "min validation loss", "max validation accuracy, %")
     for reference in references:
-        columns.append([Cell(_difference(those, schemes[reference])) for those in schemes.values()])
+        columns.append([_difference(those, schemes[reference]) for those in schemes.values()])
         header = (*header, f"against {reference}, points")
     if references:
         columns.append([Cell(PAPER_EXCEPTIONS.get((model, name), PAPER.get(name, ""))) for name in schemes])
@@ -117,14 +118,16 @@ def _column(
     digits: int,
 ) -> list[Cell]:
     """Means with intervals; the best of them is that of a scheme of which no run diverged."""
-    values = {name: [x for x in map(value, runs) if x is not None] for name, runs in schemes.items()}
+    values = {name: tuple(x for x in map(value, runs) if x is not None) for name, runs in schemes.items()}
     steady = {
         name: interval(values[name])[0]
         for name, runs in schemes.items()
         if values[name] and not any(run.summary.diverged_at for run in runs)
     }
     best = choose(steady.values()) if len(steady) > 1 else None
-    return [Cell(shown(values[name], digits), best is not None and steady.get(name) == best) for name in schemes]
+    return [
+        Cell(shown(some, digits), best is not None and steady.get(name) == best, some) for name, some in values.items()
+    ]
 
 
 def _percent(run: Run) -> float | None:
@@ -132,13 +135,14 @@ def _percent(run: Run) -> float | None:
     return None if accuracy is None else 100 * accuracy
 
 
-def _difference(runs: Sequence[Run], reference: Sequence[Run]) -> str:
+def _difference(runs: Sequence[Run], reference: Sequence[Run]) -> Cell:
     """Mean of the differences between runs of the same seed: of the same first weights and the same minibatches."""
     if runs is reference:
-        return ""
+        return Cell("")
     accuracy = {run.settings.seed: _percent(run) for run in reference}
     pairs = [(_percent(run), accuracy.get(run.settings.seed)) for run in runs]
-    return shown([mine - other for mine, other in pairs if mine is not None and other is not None], 2, signed=True)
+    found = tuple(mine - other for mine, other in pairs if mine is not None and other is not None)
+    return Cell(shown(found, 2, signed=True), values=found)
 
 
 def _divergence(runs: Sequence[Run]) -> str:
@@ -166,6 +170,18 @@ def _optimizer(settings: Settings) -> str:
     if settings.optimizer == "momentum":
         return f"SGD {settings.learning_rate:g}, momentum {settings.momentum:g}"
     return f"{settings.optimizer} {settings.learning_rate:g}"
+
+
+def rows(parts: Sequence[Section]) -> list[dict[str, str | float | None]]:
+    """Every figure of the table that is a mean over seeds, with the half width of its 95% interval."""
+    return [
+        {"network": part.model, "scheme": first.text, "figure": name, "mean": mean, "half_width": half_width}
+        for part in parts
+        for first, *cells in part.rows
+        for name, cell in zip(part.header[1:], cells, strict=True)
+        if cell.values
+        for mean, half_width in [interval(cell.values)]
+    ]
 
 
 def text(parts: Sequence[Section]) -> str:

@@ -38,6 +38,7 @@ from experiments import datasets, optimizers  # noqa: E402
 from experiments.displacement import Errors, Means, Versions, means  # noqa: E402
 from experiments.networks import NETWORKS, input_shape, sizes  # noqa: E402
 from experiments.options import add_training, fill_in, scheme_among, writable  # noqa: E402
+from experiments.progress import write_rows  # noqa: E402
 from pipetrain.cli.arguments import Folded, count  # noqa: E402
 from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
@@ -174,13 +175,18 @@ def trainable(model: keras.Model) -> list:
 
 
 def write(output: Path, study: Study, rows: Sequence[Errors], found: Sequence[Means], diverged_at: int | None) -> None:
-    """The files of a run: what was asked, every step's errors, and their means."""
+    """The files of a run: what was asked, every step's errors, and their means; the factors as CSV too."""
     lines = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
     (output / "history.jsonl").write_text(lines, encoding="utf-8")
     horizons = [{**asdict(each), "factor": each.factor} for each in found]
     summary = {"horizons": horizons, "diverged_at": diverged_at}
     for name, content in {"config": asdict(study), "summary": summary}.items():
         (output / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    about = {
+        "network": " ".join([study.model, " x ".join(map(str, study.size.values()))]).strip(),
+        "optimizer": f"{study.optimizer}, learning rate {study.learning_rate:g}",
+    }
+    write_rows(output / "rmse.csv", [{**about, **{f"s = {each.horizon}": each.factor for each in found}}])
 
 
 def report(study: Study, found: Sequence[Means], diverged_at: int | None) -> str:

@@ -8,8 +8,8 @@ machine with each worker's part of its cores, one at least, and every worker is 
 so many Mb/s each way; a message takes {latency_ms:g} ms beside its bytes. `single` is one such device without a
 network.
 
-Runs that have ended in the output folder are not repeated. By default these are {runs} runs, about {minutes} minutes on
-two CPU cores.
+Runs that have ended in the output folder are not repeated. The table is kept as slow_networks.csv too. By default these
+are {runs} runs, about {minutes} minutes on two CPU cores.
 
 examples:
   python experiments/slow_networks.py
@@ -32,9 +32,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from experiments import datasets, staleness  # noqa: E402
-from experiments.intervals import shown  # noqa: E402
+from experiments.intervals import interval, shown  # noqa: E402
 from experiments.options import owned, writable  # noqa: E402
 from experiments.policies import EVERY_POLICY, SENDING, Outcome, Run, network  # noqa: E402
+from experiments.progress import write_rows  # noqa: E402
 from pipetrain.cli.arguments import Folded, count, from_zero  # noqa: E402
 from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
@@ -59,7 +60,7 @@ LEFT_OUT = re.compile("stale|asynchronous|warm-up")
 SEEDS, RUN_S = 3, 25.0  # of each run, two at a time on two CPU cores
 NEAR = 0.01  # of accuracy: what counts as having reached what `single` has at its end
 LAST = 5  # validations of a run, whose mean is its accuracy at the end
-TABLE, PICTURE = "slow_networks.json", "slow_networks.png"
+CURVES, TABLE, PICTURE = (f"slow_networks.{kind}" for kind in ("json", "csv", "png"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             step_s = seconds(runs[0], options)
             ways = gathered(runs, staleness.finish(runs, writable(output / "runs"), options.jobs), step_s)
             content = {"title": title(options), "rates_mbit": options.rate, "ways": ways}
-            (output / TABLE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            (output / CURVES).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_rows(output / TABLE, figures(ways, options.rate))
     except ValueError as error:
         print(f"slow_networks.py: {error}", file=sys.stderr)
         return 2
@@ -204,10 +206,38 @@ def title(options: argparse.Namespace) -> str:
     )
 
 
-def report(ways: Sequence[dict[str, Any]], rates_mbit: Sequence[int]) -> str:
-    """The table: accuracy at the end, and the seconds after which `single`'s is nearly reached, by rate."""
+def reached_steps(ways: Sequence[dict[str, Any]]) -> list[int | None]:
+    """Of each policy, after how many minibatches the accuracy that `single` has at its end is nearly reached."""
     single = next(way for way in ways if way["policy"] == SINGLE)
     wanted = fmean(single["ends"]) - NEAR if single["ends"] else None
+    return [
+        next((n for n, each in zip(way["steps"], way["accuracies"], strict=True) if wanted and each >= wanted), None)
+        for way in ways
+    ]
+
+
+def figures(ways: Sequence[dict[str, Any]], rates_mbit: Sequence[int]) -> list[dict[str, Any]]:
+    """The table's figures, policy by policy and rate by rate."""
+    found = []
+    for way, step in zip(ways, reached_steps(ways), strict=True):
+        accuracy, half_width = interval(way["ends"]) if way["ends"] else (None, None)
+        for rate_mbit, step_s in zip(rates_mbit, way["step_s"], strict=True):
+            found.append(
+                {
+                    "policy": way["policy"],
+                    "rate_mbit": rate_mbit,
+                    "accuracy": accuracy,
+                    "half_width": half_width,
+                    "diverged": way["diverged"],
+                    "step_s": step_s,
+                    "reached_s": None if step is None else step * step_s,
+                }
+            )
+    return found
+
+
+def report(ways: Sequence[dict[str, Any]], rates_mbit: Sequence[int]) -> str:
+    """The table: accuracy at the end, and the seconds after which `single`'s is nearly reached, by rate."""
     header = (
         "policy",
         "accuracy",
@@ -215,10 +245,7 @@ def report(ways: Sequence[dict[str, Any]], rates_mbit: Sequence[int]) -> str:
         *(f"s to -{NEAR:g}" for _ in rates_mbit),
     )
     rows = []
-    for way in ways:
-        step = next(
-            (n for n, each in zip(way["steps"], way["accuracies"], strict=True) if wanted and each >= wanted), None
-        )
+    for way, step in zip(ways, reached_steps(ways), strict=True):
         ms = [f"{1e3 * each:.{0 if each >= 0.1 else 1}f}" for each in way["step_s"]]
         reached = ["-" if step is None else f"{step * each:.1f}" for each in way["step_s"]]
         lost = f", {way['diverged']} diverged" if way["diverged"] else ""

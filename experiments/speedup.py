@@ -300,7 +300,7 @@ def _yes(agrees: bool) -> str:
 
 
 def write(output: Path, options: argparse.Namespace, device: Device, results: Sequence[Outcome]) -> Path:
-    """Everything as JSON, for the figures; the outcomes as CSV too."""
+    """Everything as JSON, for the figures."""
     said = [
         {"says": each.says, "paper": each.paper, "ours": each.ours, "agrees": {w: each.agrees(w) for w in each.ours}}
         for each in statements(results)
@@ -313,8 +313,6 @@ def write(output: Path, options: argparse.Namespace, device: Device, results: Se
         "outcomes": [asdict(each) for each in results],
         "statements": said,
     }
-    rows = [{**asdict(each), "replicas": "-".join(map(str, each.replicas))} for each in results]
-    write_rows(output / "speedup.csv", rows)
     path = output / "speedup.json"
     path.write_text(json.dumps(data, indent=1), encoding="utf-8")
     return path
@@ -338,8 +336,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def simulated(options: argparse.Namespace, cluster: Cluster, device: Device) -> list[Outcome]:
-    """All that is asked for. Raises ValueError for more devices than a network has blocks."""
+def simulated(options: argparse.Namespace, cluster: Cluster, device: Device, output: Path) -> list[Outcome]:
+    """All that is asked for, whose rows are kept network by network, as CSV.
+
+    Raises ValueError for more devices than a network has blocks.
+    """
     start_tensorflow(1)
     results: list[Outcome] = []
     names = options.model or [*INPUTS]
@@ -347,6 +348,8 @@ def simulated(options: argparse.Namespace, cluster: Cluster, device: Device) -> 
         profiled = profiles(name, device)
         for devices in options.devices or (2, 4):
             results += outcomes(name, profiled, devices, options.batch_size, cluster, options.minibatches)
+        rows = [{**asdict(each), "replicas": "-".join(map(str, each.replicas))} for each in results]
+        write_rows(output / "speedup.csv", rows)
     return results
 
 
@@ -357,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cluster = Cluster.load(options.cluster)
         output = writable(options.output or ROOT / "runs" / "speedup")
         device = TESLA_P40._replace(tile=options.tile)
-        results = simulated(options, cluster, device)
+        results = simulated(options, cluster, device, output)
     except (OSError, ValueError) as error:
         print(f"speedup.py: {error}", file=sys.stderr)
         return 2

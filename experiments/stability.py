@@ -9,7 +9,7 @@ is stable as long as all roots of its characteristic polynomial are within the u
 to which it is, by the rate that `compile` is given: where momentum is stretched, the polynomial has the longer momentum
 and the smaller rate.
 
-`single` is heavy ball itself, stable up to `2 * (1 + mu)`. Nothing is trained: it takes seconds.
+`single` is heavy ball itself, stable up to `2 * (1 + mu)`. Nothing is trained: it takes about two seconds.
 
 examples:
   python experiments/stability.py
@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.options import writable  # noqa: E402
 from experiments.policies import POLICIES  # noqa: E402
+from experiments.progress import write_rows  # noqa: E402
 from pipetrain.cli.arguments import Folded, count, from_zero  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.memory import Training  # noqa: E402
@@ -57,8 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (output / "summary.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     from plots.stability import draw
 
-    rows = [(policy, *(f"{each:.4f}" for each in some)) for policy, some in steps.items()]
     header = ("policy", *(f"{each} stage{'s' * (each > 1)}" for each in options.stages))
+    write_rows(
+        output / "stability.csv", [dict(zip(header, (name, *some), strict=True)) for name, some in steps.items()]
+    )
+    rows = [(policy, *(f"{each:.4f}" for each in some)) for policy, some in steps.items()]
     print(f"Largest stable step, rate * curvature, at momentum {options.momentum:g}\n\n{text_table(header, rows)}\n")
     print(draw(output, output / "stability.png"))
     return 0

@@ -48,6 +48,7 @@ from experiments.intervals import interval, shown  # noqa: E402
 from experiments.networks import NETWORKS  # noqa: E402
 from experiments.options import owned, writable  # noqa: E402
 from experiments.policies import EVERY_POLICY, MLP, POLICIES, SENDING, Outcome, Run, record, recorded, train  # noqa: E402
+from experiments.progress import write_rows  # noqa: E402
 from pipetrain.cli.arguments import Folded, count, from_zero, whole  # noqa: E402
 from pipetrain.cli.environment import start_tensorflow  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
@@ -283,16 +284,44 @@ def gathered(runs: Sequence[Run], outcomes: dict[Run, Outcome]) -> list[Row]:
 
 
 def write(output: Path, options: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """The files of a study: what was asked, and what it came to."""
+    """The files of a study: what was asked, and what it came to, as CSV too."""
     config = {key: value for key, value in vars(options).items() if key not in ("output", "jobs")}
     contents = {"config": config, "summary": {"rows": [_with_interval(row) for row in rows]}}
     for name, content in contents.items():
         (output / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
+    write_rows(output / "staleness.csv", figures(options, rows))
+
 
 def _with_interval(row: Row) -> dict:
-    mean, half_width = interval(row.accuracies) if row.accuracies else (None, None)
+    mean, half_width = _interval(row.accuracies)
     return {**asdict(row), "mean": mean, "half_width": half_width}
+
+
+def _interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    return interval(values) if values else (None, None)
+
+
+def figures(options: argparse.Namespace, rows: Sequence[Row]) -> list[dict[str, object]]:
+    """Every mean of the table with the half width of its interval; none where no run has an accuracy."""
+    kind, size = "residual" if options.residual else "dense", f"{options.depth} x {options.width}"
+    same = {
+        "study": f"seeds {options.first_seed}-{options.first_seed + options.seeds - 1}",
+        "network": f"{kind} {size}" if options.model == MLP else options.model,
+        "optimizer": options.optimizer,
+    }
+    singles = _singles(rows)
+    found: list[dict[str, object]] = []
+    for row in rows:
+        place = {"learning_rate": row.learning_rate, "stages": row.stages, "policy": row.policy}
+        differences = _differences(row, singles.get(row.learning_rate))
+        several = {"accuracy": row.accuracies, "difference from single": differences, "loss": row.losses}
+        for name, values in several.items():
+            if values or name == "accuracy":
+                mean, half_width = _interval(values)
+                about = {"figure": name, "mean": mean, "half_width": half_width, "diverged": row.diverged}
+                found.append({**same, **place, **about})
+    return found
 
 
 def title(options: argparse.Namespace) -> str:
@@ -313,13 +342,14 @@ def _network(options: argparse.Namespace) -> str:
 
 def report(rows: Sequence[Row]) -> str:
     """The table; where `single` was trained too, also with the differences to it, seed by seed."""
-    singles = {row.learning_rate: row for row in rows if row.policy == "single"}
+    singles = _singles(rows)
+    differences = [_differences(row, singles.get(row.learning_rate)) for row in rows]
     columns = [
         ("policy", [row.policy for row in rows]),
         ("stages", [str(row.stages) for row in rows]),
         ("learning rate", [f"{row.learning_rate:g}" for row in rows]),
         ("validation accuracy", [shown(row.accuracies, 3) for row in rows]),
-        ("minus single", [_difference(row, singles.get(row.learning_rate)) for row in rows]),
+        ("minus single", [shown(each, 3, signed=True) if each else "" for each in differences]),
         ("validation loss", [shown(row.losses, 3) if row.losses else "" for row in rows]),
         ("", [f"{row.diverged} of {row.runs} diverged" if row.diverged else "" for row in rows]),
     ]
@@ -327,11 +357,15 @@ def report(rows: Sequence[Row]) -> str:
     return text_table([name for name, _ in kept], list(zip(*(cells for _, cells in kept), strict=True)))
 
 
-def _difference(row: Row, single: Row | None) -> str:
-    """Nothing where a run of either has no accuracy: the others' seeds are not known."""
+def _singles(rows: Sequence[Row]) -> dict[float, Row]:
+    return {row.learning_rate: row for row in rows if row.policy == "single"}
+
+
+def _differences(row: Row, single: Row | None) -> list[float]:
+    """Seed by seed; none where a run of either has no accuracy: the others' seeds are not known."""
     if single is None or single is row or not len(row.accuracies) == row.runs == len(single.accuracies) == single.runs:
-        return ""
-    return shown([a - b for a, b in zip(row.accuracies, single.accuracies, strict=True)], 3, signed=True)
+        return []
+    return [a - b for a, b in zip(row.accuracies, single.accuracies, strict=True)]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ like and give it again. The table and the figure show all runs that DIR holds, s
 data or learning rates have a command each, with the same --output. A run that diverges counts with the best that it
 had by then, and the table says so.
 
+The four networks of docs/results/table1.md, with the sizes, data and seeds there, take three hours on two cores. The
+default is the paper's sizes, 72 runs of 5,000 minibatches, for GPUs: how long it takes depends on these.
+
 examples:
   python experiments/table1.py --data-dir ~/tensorflow_datasets          # as in the paper, for GPUs
   python experiments/table1.py --model snn --width 256 --steps 1000 --output runs/small
@@ -42,6 +45,7 @@ from experiments.options import (  # noqa: E402
     with_replicas,
     writable,
 )
+from experiments.progress import write_rows  # noqa: E402
 from experiments.records import Settings  # noqa: E402
 from experiments.variants import variant  # noqa: E402
 from pipetrain.cli.arguments import Folded, count, from_zero  # noqa: E402
@@ -119,7 +123,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         default=ROOT / "runs" / "table1",
         metavar="DIR",
-        help="where runs, table1.md, table1.png and table1.svg go (default: runs/table1)",
+        help="where runs, table1.md, table1.csv, table1.png and table1.svg go (default: runs/table1)",
     )
     parser.add_argument("--gather", action="store_true", help="train nothing: the table of the runs in --output")
     options = parser.parse_args(arguments)
@@ -184,13 +188,14 @@ def train_all(wanted: Sequence[Settings], output: Path, data_dir: str | None) ->
 
 
 def report(output: Path) -> None:
-    """Print the table of all runs in the folder, write it there, and draw the figure."""
+    """Print the table of all runs in the folder, write it there, as CSV too, and draw the figure."""
     runs = results.gather(output)
     if not runs:
         raise ValueError(f"No run has ended there. Received: output={str(output)!r}. Try the --output of a run.")
     results.check_alike(run.settings for run in runs)
     parts = results.sections(runs)
     (output / "table1.md").write_text(results.markdown(parts), encoding="utf-8")
+    write_rows(output / "table1.csv", results.rows(parts))
     from plots.table1 import draw
 
     picture = draw(output, output / "table1.png")

@@ -193,7 +193,7 @@ def test_messages_of_ones_own_have_as_many_bytes_in_every_step():
             return parts[0]
 
     with pytest.raises(ValueError, match=r"Received: compression=Positive\(\), whose encode gives .* Try tensors of"):
-        codec_of(Positive(), tf.TensorSpec([8], tf.float32)).sent_bytes
+        _ = codec_of(Positive(), tf.TensorSpec([8], tf.float32)).sent_bytes
 
 
 def test_names_and_values():

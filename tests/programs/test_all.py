@@ -72,6 +72,15 @@ def test_every_command_is_a_program_and_every_study_of_the_guide_is_one_of_them(
     assert studies - {"all"} == {*names}
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_command_writes_to_its_folder_or_to_that_of_the_runs_it_reads(quick):
+    folder = Path("figures")
+    for each in every.COMMANDS:
+        arguments = each.arguments(folder, quick)
+        own = arguments[-2:] == ["--output", str(folder / each.name)]
+        assert own or arguments == [str(folder / "table1")], each.name
+
+
 class Parsed(Exception):
     """A program has read its command line."""
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
 from parameters import by_default
 
 from experiments import over_time, table1
+from experiments.over_time import ACCURACY, Way, figures
+from experiments.progress import write_rows
 from experiments.variants import Variant, variant
 from plots.over_time import look
 
@@ -46,7 +49,24 @@ def test_accuracy_over_seconds(seeds, tmp_path, monkeypatch, capsys):
     assert ways["spectrain/target/M=2"]["step_s"] == pytest.approx(0.4, rel=0.3)
     assert ways["1f1b/M=2"]["step_s"] / ways["spectrain/target/M=2"]["step_s"] == pytest.approx(2, rel=0.3)
     assert ["scheme", "MiB", "samples/s"] in [line.split()[:3] for line in said.splitlines()]
+    rows = [*csv.DictReader((tmp_path / "over_time.csv").open(encoding="utf-8"))]
+    assert [each["scheme"] for each in rows] == [*ways]
+    assert float(rows[-1]["samples_per_second"]) == ways["1f1b/M=2"]["samples_per_second"]
     assert (tmp_path / "over_time.png").stat().st_size > 10_000
+
+
+def test_the_tables_figures_are_kept_as_csv(tmp_path):
+    """Of two seeds, and of one that differs from `single` by 0.1 and never comes near it."""
+    single = Way("single", 2.0, 2**20, 8.0, [10, 20], [0.5, 0.8], {0: 0.7, 1: 0.9})
+    other = Way("spectrain", 0.5, 2**19, 32.0, [10, 20], [0.5, 0.7], {0: 0.6})
+    rows = [*csv.DictReader(write_rows(tmp_path / "over_time.csv", figures([single, other], ACCURACY)).open())]
+    assert [*rows[0]] == [
+        *("scheme", "fullest_bytes", "samples_per_second", "speedup", "accuracy", "half_width"),
+        *("difference", "difference_half_width", "reached_s"),
+    ]
+    assert (rows[0]["speedup"], rows[0]["difference"], float(rows[0]["reached_s"])) == ("1.0", "", 40.0)
+    assert (rows[1]["speedup"], rows[1]["half_width"], rows[1]["reached_s"]) == ("4.0", "", "")
+    assert float(rows[1]["difference"]) == pytest.approx(-0.1)
 
 
 def test_runs_without_single_are_refused(tmp_path, capsys):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+from pathlib import Path
 
 import keras
 import networks
@@ -116,6 +118,20 @@ def test_a_run_measures_what_plain_keras_would(main, tmp_path, capsys):
     assert f"{summary['horizons'][0]['factor']:.2f} (s = 1)" in said
     assert (tmp_path / "rmse.png").stat().st_size > 10_000
     assert (tmp_path / "rmse.svg").exists()
+
+
+def test_factors_are_kept_as_csv(tmp_path):
+    """With the columns of the page's file; a prediction without an error has no factor."""
+    study = rmse.settings(rmse.parse(["--horizons", *map(str, range(1, 8)), "--width", "256"]))
+    found = [
+        rmse.Means(s, 10, stale=3.0, predicted=float(s != 7), best=0.5, multiple=1.0, nearer=1.0) for s in range(1, 8)
+    ]
+    rmse.write(tmp_path, study, [], found, None)
+    (row,) = csv.DictReader((tmp_path / "rmse.csv").open(encoding="utf-8"))
+    page = Path(__file__).parents[2] / "docs" / "results" / "rmse.csv"
+    assert [*row] == [*csv.DictReader(page.open(encoding="utf-8")).fieldnames]
+    assert (row["network"], row["optimizer"]) == ("snn 16 x 256", "momentum, learning rate 0.001")
+    assert (row["s = 1"], row["s = 7"]) == ("3.0", "")
 
 
 def plain_weights(steps):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
 
 from experiments import slow_networks, staleness
 from experiments.policies import Outcome
+from experiments.progress import write_rows
 from plots.slow_networks import draw, rate
 
 
@@ -70,6 +72,15 @@ def test_the_table_tells_when_the_accuracy_of_one_device_is_nearly_reached():
     assert compressed[-2:] == ["200", "-"] and "1 diverged" in " ".join(compressed)
 
 
+def test_the_tables_figures_are_kept_as_csv(tmp_path):
+    path = write_rows(tmp_path / slow_networks.TABLE, slow_networks.figures(ways(), [20]))
+    single, compressed = csv.DictReader(path.open(encoding="utf-8"))
+    assert [*single] == ["policy", "rate_mbit", "accuracy", "half_width", "diverged", "step_s", "reached_s"]
+    assert float(single["accuracy"]) == pytest.approx(0.7)
+    assert (single["policy"], single["diverged"], single["reached_s"]) == ("single", "0", "2.0")
+    assert (compressed["rate_mbit"], compressed["diverged"], compressed["reached_s"]) == ("20", "1", "")
+
+
 @pytest.mark.wide
 def test_a_small_study_trains_simulates_and_draws(tmp_path, monkeypatch):
     for each in (slow_networks, staleness):  # this process's TensorFlow has started
@@ -84,5 +95,7 @@ def test_a_small_study_trains_simulates_and_draws(tmp_path, monkeypatch):
     assert single["step_s"][0] == single["step_s"][1]
     weights_bytes = 4 * (784 * 8 + 8 + 6 * (8 * 8 + 8) + 8 * 10 + 10)
     assert shared["step_s"][1] - shared["step_s"][0] == pytest.approx(weights_bytes / 125e3, rel=0.3)
+    rows = [*csv.DictReader((tmp_path / "slow_networks.csv").open(encoding="utf-8"))]
+    assert [float(each["step_s"]) for each in rows] == [*single["step_s"], *shared["step_s"]]
     assert (tmp_path / "slow_networks.png").stat().st_size > 10_000
     assert draw(tmp_path, tmp_path / "again.png").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -216,15 +217,46 @@ def test_the_paper_averages_are_no_arithmetic_means():
     assert others == pytest.approx(0.96, abs=0.005)
 
 
-def test_a_run_of_the_experiment(tmp_path, capsys, monkeypatch):
-    small = lambda *_, **__: keras.Sequential([keras.Input((40,)), *(keras.layers.Dense(30) for _ in range(6))])  # noqa: E731
-    monkeypatch.setattr(models, "build", small)
-    monkeypatch.setattr(speedup, "start_tensorflow", lambda devices: None)  # it has started
+@pytest.fixture
+def small(monkeypatch):
+    """Networks of six dense layers; TensorFlow has started."""
+    build = lambda *_, **__: keras.Sequential([keras.Input((40,)), *(keras.layers.Dense(30) for _ in range(6))])  # noqa: E731
+    monkeypatch.setattr(models, "build", build)
+    monkeypatch.setattr(speedup, "start_tensorflow", lambda devices: None)
+
+
+def rows_of(output):
+    with (output / "speedup.csv").open(encoding="utf-8", newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def test_networks_are_kept_as_they_come(small, tmp_path, monkeypatch):
+    """With the columns of the page's file."""
+    profiles = speedup.profiles
+
+    def stop(name, device):
+        if name == "vgg16":
+            raise KeyboardInterrupt
+        return profiles(name, device)
+
+    monkeypatch.setattr(speedup, "profiles", stop)
+    given = ["--model", "snn", "--model", "vgg16", "--devices", "2", "--minibatches", "4", "--output", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        speedup.main(given)
+    rows = rows_of(tmp_path)
+    assert [(each["model"], each["way"]) for each in rows] == [("snn", way) for way in speedup.WAYS]
+    page = Path(__file__).parents[2] / "docs" / "results" / "platform.csv"
+    assert [*rows[0]] == [*csv.DictReader(page.open(encoding="utf-8")).fieldnames]
+
+
+def test_a_run_of_the_experiment(small, tmp_path, capsys):
     assert speedup.main(["--model", "snn", "--devices", "3", "--minibatches", "20", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "Throughput on 3 devices" in printed and "FCN/RNN" in printed
     data = json.loads((tmp_path / "speedup.json").read_text())
     assert len(data["outcomes"]) == len(speedup.WAYS)
+    rows = [(each["way"], float(each["step_s"])) for each in rows_of(tmp_path)]
+    assert rows == [(each["way"], each["step_s"]) for each in data["outcomes"]]
     assert all(
         (tmp_path / f"{name}.{kind}").exists() for name in ("throughput", "breakdown") for kind in ("png", "svg")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -125,6 +126,28 @@ def test_differences_are_taken_seed_by_seed():
     header, _, *lines = staleness.report([single, other, lost, elsewhere]).split("\n")
     assert "minus single" in header
     assert [line.split()[6:] for line in lines] == [[], ["-0.100", "±", "0.000"], [], []]
+
+
+def test_the_tables_figures_are_kept_as_csv(tmp_path):
+    """With the columns of the page's file; a mean is empty where no run has an accuracy."""
+    single = Row("single", 1, 0.02, accuracies=(0.8, 0.9), runs=2, diverged=0, losses=(0.5, 0.5))
+    rows = [single, Row("spectrain", 8, 0.02, (0.7, 0.8), 2, 0), Row("vanilla", 8, 0.02, (), 2, 2)]
+    staleness.write(tmp_path, options("--first-seed", "100", "--seeds", "2"), rows)
+    found = [*csv.DictReader((tmp_path / "staleness.csv").open(encoding="utf-8"))]
+    page = Path(__file__).parents[2] / "docs" / "results" / "staleness.csv"
+    assert [*found[0]] == [*csv.DictReader(page.open(encoding="utf-8")).fieldnames]
+    assert {(each["study"], each["network"], each["optimizer"]) for each in found} == {
+        ("seeds 100-101", "dense 8 x 64", "momentum")
+    }
+    assert [(each["policy"], each["figure"], each["diverged"]) for each in found] == [
+        ("single", "accuracy", "0"),
+        ("single", "loss", "0"),
+        ("spectrain", "accuracy", "0"),
+        ("spectrain", "difference from single", "0"),
+        ("vanilla", "accuracy", "2"),
+    ]
+    assert float(found[3]["mean"]) == pytest.approx(-0.1)
+    assert (found[4]["mean"], found[4]["half_width"]) == ("", "")
 
 
 def test_worse_than_guessing_is_divergence():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +77,22 @@ def test_the_table_has_means_differences_and_the_paper(runs):
     assert [[cell.best for cell in row[4:5]] for row in section.rows] == [[True], [False], [False]]
     assert "| single | 2 | **0.1500 ± 0.6353** |" in results.markdown([section])
     assert "85.00 ± 63.53 *" in results.text([section])
+
+
+def test_the_tables_figures_are_kept_as_csv(runs):
+    """With the columns of the page's file; a mean has no half width where it is of one seed."""
+    written(runs, "2bw", 0, 0.5)
+    assert table1.main(["--gather", "--output", str(runs)]) == 0
+    rows = [*csv.DictReader((runs / "table1.csv").open(encoding="utf-8"))]
+    page = Path(__file__).parents[2] / "docs" / "results" / "table1.csv"
+    assert [*rows[0]] == [*csv.DictReader(page.open(encoding="utf-8")).fieldnames]
+    by = {(each["scheme"], each["figure"]): each for each in rows}
+    assert len(by) == len(rows) == 4 * 4 - 1  # of `single` there is no difference from itself
+    figure = by["spectrain", "against single, points"]
+    assert float(figure["mean"]) == pytest.approx(-1.5)
+    assert float(figure["half_width"]) == pytest.approx(6.35, abs=0.01)
+    alone = by["2bw/M=4", "min training loss"]
+    assert (alone["mean"], alone["half_width"]) == ("0.5", "")
 
 
 def test_the_optimizer_is_said_and_has_a_rate_of_its_own(tmp_path):

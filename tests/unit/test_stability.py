@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from pathlib import Path
 
 import pytest
 
@@ -77,5 +79,11 @@ def test_the_command_line(tmp_path, capsys):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["stages"] == [2, 8]
     assert summary["steps"]["vanilla"][1] == largest("vanilla", 8, 0.9)
+    rows = {each["policy"]: each for each in csv.DictReader((tmp_path / "stability.csv").open(encoding="utf-8"))}
+    assert [*rows] == stability.policies()
+    assert [*rows["vanilla"]] == ["policy", "2 stages", "8 stages"]
+    assert float(rows["vanilla"]["8 stages"]) == largest("vanilla", 8, 0.9)
+    page = Path(__file__).parents[2] / "docs" / "results" / "stability.csv"
+    assert {*rows["vanilla"]} < {*csv.DictReader(page.open(encoding="utf-8")).fieldnames}
     with pytest.raises(SystemExit):
         stability.parse(["--momentum", "1"])
