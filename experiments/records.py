@@ -24,7 +24,7 @@ from pipetrain.schemes.text_form import chosen
 
 CHECKPOINTS = "checkpoints"  # the folder, within a run's
 # Options of some schemes that are no policies
-OWN = ("grid", "order", *OF_PIPELINES, "synchrony", "topology", "servers")
+OWN = ("grid", "order", *OF_PIPELINES, "synchrony", "topology", "servers", "allow")
 OF_TREE = {"children": "children", "depth": "tree_depth", "stragglers": "stragglers"}  # as settings call these
 
 
@@ -57,6 +57,7 @@ class Settings:
     synchrony: str | None = None
     topology: str | None = None
     servers: int | None = None
+    allow: str | None = None
     children: int = 3
     tree_depth: int = 1
     stragglers: int = 1

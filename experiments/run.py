@@ -11,6 +11,7 @@ examples:
   python experiments/run.py --scheme spectrain --model transformer --depth 2 --width 64
   python experiments/run.py --scheme spectrain --model gpt2 --depth 4 --width 128 --optimizer adam
   python experiments/run.py --scheme auto --stages 2
+  python experiments/run.py --scheme auto --local-workers 2 --allow compression,local
   python experiments/run.py --scheme my_policy.py:MyPolicy
   python experiments/run.py --scheme 1f1b --stages 2 --local-workers 2
   python experiments/run.py --scheme coded-reduce --children 3 --stragglers 1 --local-workers 3
@@ -199,7 +200,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="show how the model is cut, and why")
     flags = add_scheme_options(
         parser,
-        (*DEFAULT_POLICY, "order", *OF_PIPELINES, "synchrony", "topology", "servers", *OF_TREE, "grid"),
+        (*DEFAULT_POLICY, "order", *OF_PIPELINES, "synchrony", "topology", "servers", *OF_TREE, "grid", "allow"),
         flags={"depth": "--tree-depth"},  # --depth is the network's
         defaults={name: getattr(Settings, own) for name, own in OF_TREE.items()},
     )

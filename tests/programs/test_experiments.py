@@ -20,7 +20,7 @@ from own_schemes import NEWEST
 
 import pipetrain
 from experiments import datasets, records, results, resuming, run, training
-from experiments.records import Settings, microbatches_for
+from experiments.records import Settings, microbatches_for, options_of
 from pipetrain.cluster.supervision import LOST
 from pipetrain.schemes.table import EVERY_NAME, NAMES
 from pipetrain.trace.trace import Trace
@@ -506,6 +506,15 @@ def test_a_policy_s_options_are_for_the_schemes_that_have_them():
     assert [found[scheme]["stretch_momentum"] for scheme in found] == [False, "auto", "auto"]
     assert {microbatches_for(scheme, found, 6, "target") for scheme in found} == {6}
     assert run.having("2bw", run.parse(["--scheme", "2bw", "--horizon", "1.5"]))["horizon"] == 1.5
+
+
+def test_what_auto_may_take_is_its_own_option():
+    options = run.parse(["--scheme", "auto", "--scheme", "1f1b", "--allow", "compression,local"])
+    assert {name: options_of(name, {"allow": options.allow})["allow"] for name in options.scheme} == {
+        "auto": "compression,local",
+        "1f1b": None,
+    }
+    assert settings_of("auto", allow=options.allow).scheme_with_options.allowed == {"compression", "local"}
 
 
 def test_another_scheme_goes_on_without_the_options_that_it_lacks(tmp_path):
