@@ -86,7 +86,7 @@ class Copies:
         named = order if isinstance(order, str) else None
         compression = compression_of(scheme.compression) if isinstance(scheme, TransferOptions) else None
         synchrony = scheme.synchrony if isinstance(scheme, AllReduce | ParameterServer) else None
-        topology = scheme.topology if isinstance(scheme, AllReduce) else None
+        topology = topology_of(scheme.topology) if isinstance(scheme, AllReduce) else None
         joined = synchrony_of(synchrony)
         way = servers, compression, synchrony, topology
         setting = setting_of(self._profile, name, self._devices, self._cluster, *way)
@@ -96,8 +96,8 @@ class Copies:
         weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster, servers)
         # What messages have lacked so far, beside the gradients that arrive of all at once.
         kept = 0 if compression is None else int(compression.error_feedback) + 1
-        if isinstance(setting.topology, Gossip):  # the worker's own, and those that arrive
-            kept += 2
+        if isinstance(topology, Gossip):  # the worker's own, and those that arrive
+            kept += 1 + max(map(len, topology.neighbours(self._devices)))
         elif isinstance(joined, LocalSGD):  # the weights before, the momentum, how far they moved
             kept += 2 + bool(joined.momentum)
         elif isinstance(joined, Stale):  # the gradients that wait, and the weights that the forward reads

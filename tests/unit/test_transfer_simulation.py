@@ -472,6 +472,12 @@ def test_workers_at_their_own_pace_are_estimated_by_how_far_they_may_be_ahead():
     assert whole == pytest.approx(4 * (together[1] - together[0]), rel=0.1)  # the activations of a whole minibatch
 
 
+def test_workers_hold_the_weights_of_all_their_neighbours():
+    chooser = Chooser(profiled(), 5, joined(1e-9, 1e-4))
+    ring, whole = (chooser.of(AllReduce(topology=each))[0].memory_bytes for each in ("gossip", "gossip:complete"))
+    assert whole - ring == 2 * 8 * 10**6  # four copies of 8 MB in place of two
+
+
 def test_they_are_among_the_ways_as_they_are_simulated():
     hosts = joined(1e-9, 5e-4)
     chooser = Chooser(profiled(), 2, hosts)
