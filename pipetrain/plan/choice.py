@@ -36,6 +36,13 @@ LOSING = (
     "synchrony",
     "topology",
 )  # options by which a scheme sends less
+# Accuracy of 8 dense layers on Fashion-MNIST, less that of exact training, by momentum SGD: 4 workers
+# (docs/guide/slow-networks.md), and 8 stages (docs/results/staleness.md).
+MEASURED = {
+    **{"bfloat16": -0.004, "int8": -0.009, "int4": -0.008, "sign": -0.015, "power-sgd": -0.015, "top-k": -0.012},
+    **{"local:8": 0.0, "local:32": -0.011, "stale:1": -0.015, "gossip": -0.006, "gossip:complete": -0.006},
+    **{"target with M=1": -0.004, "target with M=2": 0.007, "target with M=4": 0.015, "target with M=8": 0.009},
+}
 BASELINE = "baseline"  # a kind that is predicted to compare with, and never taken
 
 
@@ -91,6 +98,20 @@ class Way(NamedTuple):
     def losses(self) -> int:
         """In how many respects it sends something else than all, at once, to all."""
         return sum(self.told.get(name) is not None for name in LOSING)
+
+    @property
+    def quality(self) -> str:
+        """What is not exact of it, and the accuracy that was measured of that; empty if nothing is."""
+        if self.is_exact:
+            return ""
+        names = [str(each) for name in LOSING if (each := self.told.get(name)) is not None]
+        if "horizon" in self.told:
+            names.append(f"{self.told['horizon']} with M={self.told.get('microbatches', 1)}")
+        parts = [f"{each} {MEASURED[each]:+.3f}" if each in MEASURED else f"{each} not measured" for each in names]
+        return (
+            f"Not exact. Accuracy of a small network, less that of exact training: {', '.join(parts)}; see "
+            "docs/guide/slow-networks.md."
+        )
 
     @property
     def told(self) -> dict[str, Any]:
@@ -305,7 +326,7 @@ class Choice(Tabular):
         if self.left_out:
             lines.append(f"The model has too few layers for {', '.join(self.left_out)}.")
         word = "Recommended" if self.is_advice else "Taken"
-        told = f"{word}: {keywords(self.taken.arguments)}. {self.reason}"
+        told = f"{word}: {keywords(self.taken.arguments)}. {self.reason} {self.taken.quality}"
         lines += ["", between.join(wrap(told, WIDTH, break_long_words=False, break_on_hyphens=False))]
         if self.gap is not None:
             lines.append(f"Another cut could make the slowest stage {self.gap:.0%} faster at most.")

@@ -363,6 +363,7 @@ def test_ways_that_send_less_are_taken_only_where_they_are_allowed_and_gain():
     exact = choose(heavy, 4, slow)
     assert all(way.is_exact for way in exact.ways) and exact.taken.is_exact
     less = choose(heavy, 4, slow, allow="compression, local")
+    assert less.taken.quality and less.taken.quality in " ".join(str(less).split())
     kinds = {(way.told.get("compression"), way.told.get("synchrony")) for way in less.ways if not way.is_exact}
     assert kinds == {*itertools.product((None, *SENT), (None, LOCAL))} - {(None, None)}
     assert not less.taken.is_exact and less.taken.step_s < exact.taken.step_s
@@ -435,6 +436,22 @@ def test_sums_that_nobody_makes_are_not_said_to_be_compressed():
     way, cut = chooser.of(OneFOneB(replica_compression="int8"), 4)
     assert cut.replicas == (1, 1) and str(way) == "1f1b, M=4" and way.is_exact
     assert [str(each) for each in chooser.choice((way, cut)).ways if each.is_set] == ["1f1b, M=4"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "microbatches", "told"),
+    [
+        (AllReduce(compression="int8", synchrony="local:8"), None, "int8 -0.009, local:8 +0.000; see"),
+        (AllReduce(compression="top-k:0.001"), None, "top-k:0.001 not measured; see"),
+        (AllReduce(topology="gossip"), None, "gossip -0.006; see"),
+        (SpecTrain(horizon="target"), 2, "target with M=2 +0.007; see"),
+        (AllReduce(topology="ring"), None, ""),
+        ("1f1b", 4, ""),
+    ],
+)
+def test_of_a_way_that_is_not_exact_the_measured_accuracy_is_told(scheme, microbatches, told):
+    way, _ = Chooser(chain(8, weight_bytes=2**22), 4, FAST).of(scheme, microbatches)
+    assert told in way.quality and bool(told) == bool(way.quality)
 
 
 def test_options_of_schemes_without_stages_are_predicted():
