@@ -7,8 +7,9 @@ beside the computing as far as it lasts; exchanges of activations are waited for
   step = max(computing, gradients' bytes / bandwidth) + activations' bytes / bandwidth.
 
 The node is two Xeon E5-2698v3 with FDR InfiniBand, the source's with 386 FLOP for each byte; --system is another
-number of these, such as {aws:g} for an Amazon c4.8xlarge (18 cores of 2.9 GHz) with 10-Gbit Ethernet. The part of the
-peak that it reaches, and how many epochs are trained, are not given there as one number: both are options. Takes 2 s.
+number of these, such as {aws:g} for an Amazon c4.8xlarge (18 cores of 2.9 GHz) with 10-Gbit Ethernet: speed-ups are
+then of such nodes, seconds are not. The part of the peak that it reaches, and how many epochs are trained, are not
+given there as one number: both are options. Takes 2 s.
 
 examples:
   python experiments/balance_scaling.py
@@ -159,10 +160,11 @@ def report(found: Sequence[Outcome], epochs: float, overlap: float) -> str:
                 *(str(each.nodes), f"{1e3 * each.computing_s:.1f}", f"{1e3 * each.gradients_s:.1f}"),
                 *(f"{1e3 * each.activations_s:.1f}", f"{one.step_s / each.step_s:.1f}x"),
                 *(f"{each.rows / each.step_s:.0f}", "-" if name in OTHER_ROWS else f"{hours(each, epochs):.1f}"),
-                _joined(zip(*[iter(each.divided.split())] * 2, strict=True)) or "-",
+                _joined((layer.name, parts.get(layer.name, "")) for layer in NETWORKS[name]) or "-",
             )
             for each in found
             if each.network == name
+            for parts in [dict(zip(*[iter(each.divided.split())] * 2, strict=True))]
         ]
         header = (
             *("nodes", "computing ms", "gradients ms", "activations ms", "speed-up", "rows/s"),
@@ -185,8 +187,8 @@ def report(found: Sequence[Outcome], epochs: float, overlap: float) -> str:
 
 
 def _joined(layers: Iterable[tuple[str, str]]) -> str:
-    """Layers in order, each with what is said of it: of several in turn that are alike the first and the last."""
-    found = [(said, [name for name, _ in alike]) for said, alike in groupby(layers, lambda layer: layer[1])]
+    """Layers of which something is said, in order: of several in turn that are alike the first and the last."""
+    found = [(said, [name for name, _ in alike]) for said, alike in groupby(layers, lambda layer: layer[1]) if said]
     return " ".join(f"{names[0]}{f'..{names[-1]}' if len(names) > 1 else ''} {said}" for said, names in found)
 
 

@@ -37,13 +37,13 @@ def draw(path: Path, output: Path) -> Path:
     axes = figure.subplots()
     axes.axhline(100, linestyle=":", color=GREY, label="as many times as nodes")
     axes.plot([], [], "*", color=GREY, markeredgecolor=BLACK, markersize=14, label="published")
-    for name in dict.fromkeys(each["network"] for each in rows):
-        some = {int(each["nodes"]): float(each["step_s"]) for each in rows if each["network"] == name}
-        minibatch = int(next(each["rows"] for each in rows if each["network"] == name))
+    for key in dict.fromkeys((each["network"], each["rows"], each["system"]) for each in rows):
+        name, minibatch, system = key[0], int(key[1]), float(key[2])
+        mine = [each for each in rows if (each["network"], each["rows"], each["system"]) == key]
+        some = {int(each["nodes"]): float(each["step_s"]) for each in mine}
         colour, marker = LOOKS.get(name, (BLACK, "^"))
         parts = [100 * some[1] / each / nodes for nodes, each in some.items()]
         axes.plot([*some], parts, color=colour, marker=marker, label=f"{name}, {minibatch} rows")
-        system = float(next(each["system"] for each in rows if each["network"] == name))
         for (network, nodes, *which), value in PAPER.items():
             if (network, *which) == (name, minibatch, system) and nodes in some:
                 star = {"color": colour, "markeredgecolor": BLACK, "markersize": 14, "zorder": 5}

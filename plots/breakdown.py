@@ -85,7 +85,7 @@ def middle(trace: Trace) -> Trace:
         each[(each.microbatch >= first) & (each.microbatch < minibatches - first)]
         for each in (trace.spans, trace.transfers)
     )
-    return Trace.of(spans, sent, starts=trace.starts)
+    return Trace.of(spans, sent, starts=trace.starts, period=trace.period)
 
 
 def without_pauses(trace: Trace) -> Trace:
@@ -101,7 +101,7 @@ def without_pauses(trace: Trace) -> Trace:
         return seconds - left_out_s[np.searchsorted(begun_s[paused], seconds, side="right")]
 
     spans, sent = (replace(each, start_s=moved(each.start_s), end_s=moved(each.end_s)) for each in (spans, sent))
-    return Trace(spans, sent, starts=trace.starts)
+    return Trace(spans, sent, starts=trace.starts, period=trace.period)
 
 
 def _under_way_s(trace: Trace) -> float:

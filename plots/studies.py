@@ -126,7 +126,7 @@ def platform(folder: Path, scratch: Path) -> list[str]:
     compared = attempt(f"The table of {path}", missing, statements, path)
     if compared:
         parts += [page.heading("Beside the paper", 3), page.table(*compared)]
-        parts.append(page.paragraph("With each way to sum gradients; bold: within 20% of the paper.", aside=True))
+        parts.append(page.paragraph("With each way to sum gradients; bold: within 25% of the paper.", aside=True))
     return [*parts, *([page.bullets(missing)] if missing else [])]
 
 

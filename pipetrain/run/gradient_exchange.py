@@ -230,7 +230,8 @@ class Reduction:
     ) -> tuple[dict[int, Any], int]:
         """The same of those that are compressed."""
         step = tf.constant(self._number_of(microbatch), tf.int64)
-        mine = None if gradients is None else [messages.encoded(replica, gradients, step)]
+        given = messages.of_no_rows(replica) if gradients is None else gradients
+        mine = None if given is None else [messages.encoded(replica, given, step)]
         there = self._exchanged(replica, [mine] * len(self._stages))
         found = messages.added(replica, [each for sent in there if sent is not None for each in sent], step)
         return found, 0 if mine is None else (len(there) - 1) * messages.sent_bytes

@@ -44,7 +44,7 @@ class Compression:
         pass
 
     def __str__(self) -> str:
-        if self.name == Compression.name and not is_dataclass(self):  # of one's own, by what it holds
+        if self.name == Compression.name and type(self).__repr__ is object.__repr__:  # of one's own, by what it holds
             return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
         if self.name == Compression.name:
             return repr(self)

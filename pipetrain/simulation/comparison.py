@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -16,22 +15,22 @@ from pipetrain.plan.profile import Profile
 from pipetrain.plan.stages import DEFAULT_TRAINING, Partition
 from pipetrain.schemes.coded_reduce import Tree, widest
 from pipetrain.schemes.compression import Compression
+from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.options import (
     AnyScheme,
+    CodedReduce,
+    SchemeOptions,
     TransferOptions,
     check_microbatches,
+    check_owned,
     each_compressing,
     name_of,
     options_of,
+    owners,
     splits,
 )
-from pipetrain.schemes.synchrony import Asynchronous, Gossip, LocalSGD, Synchrony, synchrony_of
-from pipetrain.schemes.table import (
-    CODED,
-    GRID,
-    SERVING,
-    TRANSFERRING,
-)
+from pipetrain.schemes.synchrony import Gossip, Synchrony
+from pipetrain.schemes.table import CODED, GRID, TRANSFERRING
 from pipetrain.schemes.transfers.orders import AUTO, ORDERS
 from pipetrain.schemes.transfers.tictac import Overlap
 from pipetrain.simulation.coded_reduce import simulate_tree
@@ -170,37 +169,32 @@ def compare(
         "synchrony": synchrony,
         "topology": topology,
     }
-    schemes = [_sending(each, sent) if name_of(each) in TRANSFERRING else each for each in schemes]
-    split = {scheme: splits(training.under(scheme).scheme) for scheme in schemes}
-    for scheme in [each for each in schemes if split[each]] or schemes:
-        check_microbatches(microbatches, training.under(scheme).scheme)
-    chooser = Chooser(profile, num_devices, cluster, training, of_microbatches)
-    parts = chooser.copies
-    unstaged: dict[str, Callable[..., Trace]] = {
-        **{
-            each.name: partial(simulate_order, parts, each.name, num_devices, chooser.cluster, **_options(each))
-            for each in schemes
-            if isinstance(each, TransferOptions)
-        },
-        CODED: lambda **known: simulate_tree(parts, *(tree or widest(num_devices)), chooser.cluster, **known),
-        GRID: partial(simulate_grid, parts, num_devices, chooser.cluster, grid),
-    }
-    partitions: dict[str, Partition | None] = {}
+    divided = check_grid(grid, GRID)
+    own = {CODED: tree and CodedReduce(*tree), GRID: divided if isinstance(divided, Grid) else None}
+    schemes = [own.get(each) or each if isinstance(each, str) else each for each in schemes]
+    schemes = _sending(schemes, sent)
     named = {name_of(scheme): scheme for scheme in schemes}
-    if len(named) < len({*schemes}):
+    if any(named[name_of(each)] != each for each in schemes):
         raise ValueError(
             f"Each scheme has a row. Received: schemes={[*map(name_of, schemes)]}. Try a call for each of its options."
         )
+    split = {name: splits(training.under(scheme).scheme) for name, scheme in named.items()}
+    for name in [name for name in named if split[name]] or named:
+        check_microbatches(microbatches, training.under(named[name]).scheme)
+    chooser = Chooser(profile, num_devices, cluster, training, of_microbatches)
+    parts = chooser.copies
+    partitions: dict[str, Partition | None] = {}
     for name, scheme in named.items():
-        way, cut = chooser.of(scheme, microbatches if split[scheme] else None)
+        way, cut = chooser.of(scheme, microbatches if split[name] else None)
         partitions[name] = cut if way.fits else None
     _, one = chooser.of("single")
     traces = {}
+    ordered = {option: options[option] for option in ORDERED if option in options}
     for name, each in partitions.items():
-        if name in unstaged and each is not None:
-            traces[name] = unstaged[name](**{option: options[option] for option in ORDERED if option in options})
+        if each is not None and (trace := _unstaged(named[name], parts, num_devices, chooser.cluster, ordered)):
+            traces[name] = trace
         elif each is not None:
-            count = microbatches if split[named[name]] else None
+            count = microbatches if split[name] else None
             traces[name] = simulate(each, named[name], chooser.cluster, microbatches=count, **options)
     return Comparison(
         profile.batch_size,
@@ -210,14 +204,45 @@ def compare(
     )
 
 
-def _sending(scheme: AnyScheme, given: Mapping[str, Any]) -> TransferOptions:
-    """The scheme with these options, as far as it has them, and none of its own in their place."""
-    made = cast(TransferOptions, options_of(scheme))
-    kinds = (LocalSGD,) if made.name == SERVING else (Asynchronous,)  # of the other scheme alone
-    others = {"synchrony"} if isinstance(synchrony_of(given["synchrony"]), kinds) else set()
-    own = {each.name: each.default for each in fields(made) if each.name not in others}
-    left = {name: value for name, value in given.items() if name in own and getattr(made, name) == own[name]}
-    return replace(made, **left)
+def _unstaged(
+    scheme: AnyScheme, profile: Profile, devices: int, cluster: Cluster, options: Mapping[str, Any]
+) -> Trace | None:
+    """The trace of a scheme that orders its transfers, has a tree or a grid; None of others, which have stages."""
+    name = name_of(scheme)
+    if isinstance(scheme, TransferOptions):
+        return simulate_order(profile, name, devices, cluster, **_options(scheme), **options)
+    if name == CODED:
+        tree = scheme.tree if isinstance(scheme, CodedReduce) else widest(devices)
+        return simulate_tree(profile, *tree, cluster, **options)
+    if name == GRID:
+        return simulate_grid(profile, devices, cluster, scheme if isinstance(scheme, Grid) else None, **options)
+    return None
+
+
+def _sending(schemes: Sequence[AnyScheme], given: Mapping[str, Any]) -> list[AnyScheme]:
+    """The schemes, those that order their transfers with these options, as far as they have none of their own.
+
+    An option's value that one of them alone has is that one's. Raises ValueError for a value that none has.
+    """
+    mine = [name for name in map(name_of, schemes) if name in TRANSFERRING]
+    for option, value in given.items():
+        if having := [name for name in mine if name in owners(option)]:
+            check_owned({option: value}, *having)
+    return [_with(options_of(each), given) if name_of(each) in TRANSFERRING else each for each in schemes]
+
+
+def _with(scheme: SchemeOptions, given: Mapping[str, Any]) -> SchemeOptions:
+    defaults = {each.name: each.default for each in fields(scheme)}
+    left = {name: value for name, value in given.items() if getattr(scheme, name, value) == defaults.get(name, value)}
+    return replace(scheme, **{name: value for name, value in left.items() if _has(scheme.name, name, value)})
+
+
+def _has(scheme: str, option: str, value: Any) -> bool:
+    try:
+        check_owned({option: value}, scheme)
+    except ValueError:
+        return False
+    return scheme in owners(option)
 
 
 def _options(scheme: TransferOptions) -> dict[str, Any]:

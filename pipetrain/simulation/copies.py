@@ -105,8 +105,9 @@ class Copies:
         whole_bytes = 0
         if isinstance(joined, Asynchronous):  # the weights that it has read, and what a whole minibatch computes
             kept += 1
-            alone = everywhere(self._profile, 1, self._cluster, self._training._replace(jit_compile=False))
-            whole_bytes = alone.fullest_bytes - self._whole.fullest_bytes
+            training = self._training._replace(jit_compile=False, gathers=True)  # which all devices together do
+            alone, whole = (everywhere(self._profile, n, self._cluster, training) for n in (1, self._devices))
+            whole_bytes = alone.fullest_bytes - whole.fullest_bytes
         if name != SERVING:  # what comes from other processes is added beside the device's own gradients
             return self._way(scheme, step_s, -int((kept + (not self._shares_memory)) * weights_bytes))
         elsewhere_bytes = self._training.slots * (weights_bytes - own_bytes)

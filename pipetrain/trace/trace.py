@@ -62,7 +62,7 @@ class Trace(Tabular):
         period: int = 1,
     ) -> None:
         self.spans, self.transfers = Spans.of(spans), Transfers.of(transfers)
-        self._ranks, self.starts, self.period = ranks, tuple(starts), period
+        self._ranks, self.starts, self.period = ranks, tuple(starts), int(period)
 
     @classmethod
     def of(
@@ -164,7 +164,7 @@ class Trace(Tabular):
     def step_s(self) -> float:
         """Seconds per minibatch while the pipeline is full: between the last stage's updates, in the middle half.
 
-        Of whole periods, if one is shorter than that; else of the whole trace.
+        Of whole periods: of the last one, if none is as short as that, and of the whole trace, if there is none.
         """
         _, ends_s = self._updates()
         first, last = self._middle(len(ends_s))
@@ -174,8 +174,10 @@ class Trace(Tabular):
 
     def _middle(self, updates: int) -> tuple[int, int]:
         """The first and the last of so many updates between which the pipeline is full; no periods are cut."""
-        first = updates // 4
-        return first, first + (updates - 1 - 2 * first) // self.period * self.period
+        first, last = updates // 4, updates - 1 - updates // 4
+        if last - first < self.period < updates:
+            return updates - 1 - self.period, updates - 1
+        return first, first + (last - first) // self.period * self.period
 
     def _updates(self) -> tuple[Integers, Seconds]:
         """The last stage's updates: of each the last microbatch, and when its backward ended."""
@@ -200,7 +202,8 @@ class Trace(Tabular):
         """The same of a minibatch while training goes on, without the pipeline's filling and draining.
 
         ``1 - busy_s / (ranks * step_s)``, where ``busy_s`` are the mean seconds that a minibatch of the middle half
-        takes on all ranks; at least 0. That of a trace of fewer than four minibatches is ``bubble``.
+        takes on all ranks; at least 0. That of a trace of fewer than four minibatches, or of no whole period, is
+        ``bubble``.
         """
         numbers, _ = self._updates()
         first, last = self._middle(len(numbers))

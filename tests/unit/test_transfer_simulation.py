@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ from transfer_plans import workloads
 import pipetrain
 from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level, Link
 from pipetrain.plan.profile import BlockProfile, Coding, Profile
-from pipetrain.schemes.options import AllReduce, ParameterServer
+from pipetrain.schemes.compression import Compression
+from pipetrain.schemes.options import AllReduce, CodedReduce, ParameterServer
 from pipetrain.schemes.synchrony import Gossip
 from pipetrain.schemes.table import TRANSFERRING
 from pipetrain.schemes.transfers.caramel import step_s
@@ -29,6 +30,7 @@ from pipetrain.simulation.data_parallel import Setting, simulate_plan
 from pipetrain.simulation.every_way import Chooser, choose
 from pipetrain.simulation.profiled import WORTH, auto, mean_step_s, setting_of, workload_of
 from pipetrain.trace.idle import overlap, packs
+from pipetrain.trace.records import Span
 from pipetrain.trace.trace import Trace
 
 
@@ -470,6 +472,52 @@ def test_workers_at_their_own_pace_are_estimated_by_how_far_they_may_be_ahead():
     )
     whole = apart[1] - apart[0]
     assert whole == pytest.approx(4 * (together[1] - together[0]), rel=0.1)  # the activations of a whole minibatch
+    assert apart[0] - together[0] >= 8 * 10**6  # the weights that a worker has read
+
+
+def test_a_comparison_has_the_options_of_objects_and_those_that_one_scheme_has():
+    hosts = joined(1e-9, 1e-4)
+    for way in (CodedReduce(2, stragglers=0), AllReduce("none", topology="ring"), ParameterServer("none", servers=1)):
+        (of_object,) = compare(profiled(), 4, [way], hosts).traces.values()
+        assert of_object.step_s == pytest.approx(Chooser(profiled(), 4, hosts).of(way)[0].step_s, rel=0.02), way
+    (of_tree,) = compare(profiled(), 4, ["coded-reduce"], hosts, tree=CodedReduce(2, stragglers=0).tree).traces.values()
+    assert of_tree == compare(profiled(), 4, [CodedReduce(2, stragglers=0)], hosts).traces["coded-reduce"]
+    names = ["parameter-server", "all-reduce"]
+    for options in ({"order": "caramel"}, {"order": "push-pull"}, {"synchrony": "local:8"}, {"servers": 1}):
+        both = compare(profiled(), 2, names, hosts, **options).traces
+        assert both == compare(profiled(), 2, names[::-1], hosts, **options).traces
+    with pytest.raises(ValueError, match="Received: order='caramel'"):
+        compare(profiled(), 2, names[:1], hosts, order="caramel")
+    with pytest.raises(ValueError, match="Each scheme has a row"):
+        compare(profiled(), 2, ["all-reduce", AllReduce(compression="int8")], hosts)
+
+
+@dataclass
+class Halves(Compression):
+    """One that cannot be hashed."""
+
+    factor: float = 0.5
+
+    def encode(self, values):
+        return [values]
+
+    def decode(self, parts):
+        return parts[0]
+
+
+def test_compressions_that_cannot_be_hashed_are_compared():
+    assert "all-reduce" in compare(profiled(), 2, ["all-reduce"], joined(1e-9, 1e-4), compression=Halves()).traces
+
+
+def test_a_measured_trace_that_is_short_tells_the_last_whole_period(tmp_path):
+    """Three steps in every four take a second, the fourth eleven, the first ever a hundred."""
+    took = [100.0, 1, 1, 11, 1, 1, 1, 11, 1, 1]
+    ends = list(itertools.accumulate(took))
+    spans = [Span("B", 0, n, "CPU:0", end - each, end, n) for n, (end, each) in enumerate(zip(ends, took))]
+    assert Trace.of(spans, period=4).step_s == 14 / 4 == Trace.of(spans[:9], period=np.int64(4)).step_s
+    Trace.of(spans, period=np.int64(4)).save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json").step_s == pytest.approx(14 / 4)
+    assert Trace.of(spans[:4], period=4).step_s == 113 / 4
 
 
 def test_workers_hold_the_weights_of_all_their_neighbours():

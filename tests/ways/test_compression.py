@@ -139,12 +139,14 @@ def test_a_run_that_is_stopped_goes_on_bitwise(scheme, compression, tmp_path):
 
 
 @pytest.mark.parametrize("count", [48, 49])
-@pytest.mark.parametrize("way", [AS_WORKERS, AS_REPLICAS])
-def test_momentum_is_that_of_each_device_where_few_elements_are_sent(way, count):
+@pytest.mark.parametrize(("way", "threads"), [(AS_WORKERS, False), (AS_REPLICAS, False), (AS_REPLICAS, True)])
+def test_momentum_is_that_of_each_device_where_few_elements_are_sent(way, threads, count, monkeypatch):
     """A layer without a bias, two devices, SGD with momentum, which devices sum; what is sent leaves their sums.
 
     Of 49 rows one minibatch has one: the first device has a gradient of zeros.
     """
+    if threads:
+        inside.by_threads(monkeypatch)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(count, 8)).astype("float32"), rng.normal(size=(count, 4)).astype("float32")
     layer = keras.layers.Dense(4, use_bias=False)

@@ -191,7 +191,7 @@ class Sums:
         effects, messages, found = effects_from_here(), [], []
         with tf.control_dependencies(None):
             for replica, trace in enumerate(traces):
-                gradients = sums.of_no_rows() if trace.gathered is None else trace.gathered
+                gradients = sums.of_no_rows(replica) if trace.gathered is None else trace.gathered
                 if gradients is not None:
                     key, of_message = (trace.place.stage, replica), effects_from_here()
                     with tf.device(trace.device), tf.control_dependencies(self._before.get(key, [])):

@@ -290,8 +290,8 @@ class OwnCodec(Codec):
         found = [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(made.structured_outputs)]
         if any(each.shape.num_elements() is None for each in found):
             raise ValueError(
-                "A message has as many bytes in every step. Received: "
-                f"compression={self.options}, whose encode gives {[each.shape.as_list() for each in found]} for "
+                "All messages of a variable have the same number of bytes. Received: "
+                f"compression={self.options}, whose encode gives {[str(each.shape) for each in found]} for "
                 f"{self.count} elements. Try tensors of fixed shapes."
             )
         return found
@@ -589,12 +589,13 @@ class ReplicaSums:
         """Of a message."""
         return sum(self._compressor.sent_bytes(self._number[n]) for n in self.numbers)
 
-    def of_no_rows(self) -> dict[int, Any] | None:
+    def of_no_rows(self, replica: int) -> dict[int, Any] | None:
         """The gradients of a replica without rows, if it has momentum to send."""
         if not self._compressor.has_momentum:
             return None
         like = {n: self._like[self._number[n]] for n in self.numbers}
-        return {n: tf.zeros(each.shape, each.dtype) for n, each in like.items()}
+        with tf.device(self._stages[replica].device):
+            return {n: tf.zeros(each.shape, each.dtype) for n, each in like.items()}
 
     def encoded(self, replica: int, gradients: Any, step: tf.Tensor) -> tf.Tensor:
         """A replica's message; in the scope of its device. What it lacks is kept."""
