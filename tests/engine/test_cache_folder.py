@@ -105,6 +105,12 @@ def test_a_full_disk_leaves_no_half_of_a_profile(monkeypatch, tmp_path):
 class Own(Compression):
     """One of the user's, of which nothing is known but what it is."""
 
+    def encode(self, values):
+        return [values]
+
+    def decode(self, parts):
+        return parts[0]
+
 
 def test_what_compressions_take_is_measured_once_by_all_processes(monkeypatch, tmp_path):
     """So that ``auto`` knows its trials again; what is not whole, and what another compression takes, is not read."""
