@@ -36,7 +36,7 @@ PAGES = Path(__file__).parents[1] / "docs"
 Sides: TypeAlias = "dict[str, tuple[list[float], str]]"  # the values of each, and its colour
 SIDES = {"planned": LIGHT, "measured": BLUE}
 BAR = 0.38  # of a row, where it has two bars
-MARKS = "osDv^P"
+MARKS, GROUP = "osDv^P", 0.8  # of a row, what its marks take
 
 
 def main() -> None:
@@ -125,7 +125,7 @@ def memory() -> Picture:
 
 @on_white
 def accuracy() -> Picture:
-    """The best validation accuracy of each scheme, in points against one device, with the 95% interval."""
+    """The best validation accuracy of each scheme, in points against one device, with the 95% interval of several seeds."""
     rows = [row for row in rows_of("results/table1.csv") if row["figure"].startswith("against")]
     networks, schemes = ([*dict.fromkeys(row[key] for row in rows)] for key in ("network", "scheme"))
     figure = Picture(NARROW, height_of(len(networks) * len(schemes)) * 0.6)
@@ -133,8 +133,10 @@ def accuracy() -> Picture:
     for place, scheme in enumerate(schemes):
         name = scheme.replace("/", "-").replace("=", "")
         mine = {row["network"]: row for row in rows if row["scheme"] == scheme}
-        at = [n + (place - (len(schemes) - 1) / 2) * BAR / 2 for n, each in enumerate(networks) if each in mine]
-        means, widths = ([float(each[key]) for each in mine.values()] for key in ("mean", "half_width"))
+        there = [network for network in networks if network in mine]
+        at = [networks.index(each) + (place - (len(schemes) - 1) / 2) * GROUP / len(schemes) for each in there]
+        means = [float(mine[each]["mean"]) for each in there]
+        widths = [float(mine[each]["half_width"] or 0) for each in there]  # of one seed there is none
         panel.errorbar(means, at, xerr=widths, fmt=MARKS[place], color=colour_of(name), label=scheme, markersize=5)
     panel.axvline(0, color=GREY, linewidth=1)
     name_rows(panel, networks)

@@ -423,4 +423,4 @@ def test_the_benchmarks_tables_are_drawn():
     assert max(bar.get_width() for bar in upper.patches) == 1.69
     assert len(benchmarks.hosts().axes[0].lines) == 4 * 19 + 4 + 1
     assert benchmarks.memory().axes[0].get_xlim()[1] > 6
-    assert len(benchmarks.accuracy().axes[0].containers) == 5
+    assert len(benchmarks.accuracy().axes[0].containers) == 6
