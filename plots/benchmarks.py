@@ -125,7 +125,7 @@ def memory() -> Picture:
 
 @on_white
 def accuracy() -> Picture:
-    """The best validation accuracy of each scheme, in points against one device, with the 95% interval of several seeds."""
+    """The best validation accuracy of each scheme, in points against one device, with the 95% interval."""
     rows = [row for row in rows_of("results/table1.csv") if row["figure"].startswith("against")]
     networks, schemes = ([*dict.fromkeys(row[key] for row in rows)] for key in ("network", "scheme"))
     figure = Picture(NARROW, height_of(len(networks) * len(schemes)) * 0.6)
