@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.options import writable  # noqa: E402
 from experiments.progress import write_rows  # noqa: E402
-from experiments.published import agrees  # noqa: E402
+from experiments.published import verdict  # noqa: E402
 from pipetrain.cli.arguments import Folded, count, part, positive_number  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.balance import LayerShape, best_parts, block_bytes, block_ratio, data_ratio, least_rows  # noqa: E402
@@ -175,7 +175,7 @@ def report(found: Sequence[Outcome], epochs: float, overlap: float) -> str:
         told = f"Least rows of a node with which a layer divided by rows computes as long as it sends:\n{least}"
         parts.append(f"{about}\n\n{text_table(header, rows)}\n\n{told}")
     beside = [
-        (each.network, str(each.nodes), str(each.rows), f"{PAPER[key]:g}x", f"{ours:.1f}x", _agrees(ours, PAPER[key]))
+        (each.network, str(each.nodes), str(each.rows), f"{PAPER[key]:g}x", f"{ours:.1f}x", verdict(ours, PAPER[key]))
         for each in found
         if (key := (each.network, each.nodes, each.rows, each.system)) in PAPER
         for ours in [alone[each.network].step_s / each.step_s]
@@ -190,10 +190,6 @@ def _joined(layers: Iterable[tuple[str, str]]) -> str:
     """Layers of which something is said, in order: of several in turn that are alike the first and the last."""
     found = [(said, [name for name, _ in alike]) for said, alike in groupby(layers, lambda layer: layer[1]) if said]
     return " ".join(f"{names[0]}{f'..{names[-1]}' if len(names) > 1 else ''} {said}" for said, names in found)
-
-
-def _agrees(ours: float, paper: float) -> str:
-    return "yes" if agrees(ours, paper) else "no"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.options import writable  # noqa: E402
 from experiments.progress import tracked, write_rows  # noqa: E402
-from experiments.published import agrees  # noqa: E402
+from experiments.published import verdict  # noqa: E402
 from pipetrain.cli.arguments import Folded, count  # noqa: E402
 from pipetrain.logs import text_table  # noqa: E402
 from pipetrain.plan.cluster import Cluster, Level, Link, bandwidth_bytes_per_s  # noqa: E402
@@ -177,7 +177,7 @@ def compared(outcomes: Sequence[Outcome]) -> str:
 def _beside(ours: float | None, paper: float) -> str:
     if ours is None:
         return "-"
-    return f"{ours:.2f} {'yes' if agrees(ours, paper) else 'no'}"
+    return f"{ours:.2f} {verdict(ours, paper)}"
 
 
 def number_of(outcomes: Sequence[Outcome], sending: str, way: str) -> float | None:

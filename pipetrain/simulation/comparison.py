@@ -232,17 +232,17 @@ def _sending(schemes: Sequence[AnyScheme], given: Mapping[str, Any]) -> list[Any
 
 
 def _with(scheme: SchemeOptions, given: Mapping[str, Any]) -> SchemeOptions:
-    defaults = {each.name: each.default for each in fields(scheme)}
-    left = {name: value for name, value in given.items() if getattr(scheme, name, value) == defaults.get(name, value)}
-    return replace(scheme, **{name: value for name, value in left.items() if _has(scheme.name, name, value)})
+    open_ones = [each.name for each in fields(scheme) if getattr(scheme, each.name) == each.default]
+    own = {name: given[name] for name in open_ones if name in given and _takes(scheme.name, name, given[name])}
+    return replace(scheme, **own)
 
 
-def _has(scheme: str, option: str, value: Any) -> bool:
+def _takes(scheme: str, option: str, value: Any) -> bool:
     try:
         check_owned({option: value}, scheme)
     except ValueError:
         return False
-    return scheme in owners(option)
+    return True
 
 
 def _options(scheme: TransferOptions) -> dict[str, Any]:

@@ -102,24 +102,20 @@ class Copies:
             kept += 2 + bool(joined.momentum)
         elif isinstance(joined, Stale):  # the gradients that wait, and the weights that the forward reads
             kept += 2
-        whole_bytes = 0
+        held_bytes = kept * weights_bytes
         if isinstance(joined, Asynchronous):  # the weights that it has read, and what a whole minibatch computes
-            kept += 1
             training = self._training._replace(jit_compile=False, gathers=True)  # which all devices together do
             alone, whole = (everywhere(self._profile, n, self._cluster, training) for n in (1, self._devices))
-            whole_bytes = alone.fullest_bytes - whole.fullest_bytes
+            held_bytes += weights_bytes + alone.fullest_bytes - whole.fullest_bytes
         if name != SERVING:  # what comes from other processes is added beside the device's own gradients
-            return self._way(scheme, step_s, -int((kept + (not self._shares_memory)) * weights_bytes))
+            return self._way(scheme, step_s, -int(held_bytes + (not self._shares_memory) * weights_bytes))
         elsewhere_bytes = self._training.slots * (weights_bytes - own_bytes)
         if self._shares_memory:
-            return self._way(
-                scheme, step_s, int(elsewhere_bytes + (1 - kept) * weights_bytes - own_bytes) - whole_bytes
-            )
+            return self._way(scheme, step_s, int(elsewhere_bytes + weights_bytes - held_bytes - own_bytes))
         # Of what is planned for devices that sum all gradients, one block's are left.
         gathered_bytes = weights_bytes - max(block.weight_bytes for block in self._profile.blocks)
         under_way_bytes = _under_way_bytes(plan, workload, servers or self._devices)
-        elsewhere_bytes += gathered_bytes - under_way_bytes - kept * weights_bytes - whole_bytes
-        return self._way(scheme, step_s, int(elsewhere_bytes))
+        return self._way(scheme, step_s, int(gathered_bytes + elsewhere_bytes - under_way_bytes - held_bytes))
 
     @property
     def _shares_memory(self) -> bool:

@@ -377,11 +377,6 @@ class Compressor:
         self._kept = [{n: self._new(device, each) for n, each in self._codecs.items()} for device in devices]
 
     @property
-    def has_momentum(self) -> bool:
-        """Whether workers sum their gradients before these are sent."""
-        return bool(self._momentum)
-
-    @property
     def _codecs(self) -> dict[int, Codec]:
         """What makes messages of the gradients, by the variables' numbers."""
         if self.phase not in self._of_phases:
@@ -475,15 +470,17 @@ class Compressor:
         return sums
 
     def _with_momentum(self, made: Sequence[OfWorker], like: Gradients) -> Sequence[OfWorker]:
-        """What workers have made, and gradients of zeros of those without rows, if they have momentum to send."""
-        if not self.has_momentum or len(made) == len(self._devices):
-            return made
-        found = {worker: (device, gradients) for worker, device, gradients in made}
-        for worker, device in enumerate(self._devices):
-            if worker not in found:
-                with tf.device(device):
-                    found[worker] = device, {n: tf.zeros(spec.shape, spec.dtype) for n, spec in like.items()}
-        return [(worker, *found[worker]) for worker in sorted(found)]
+        """What workers have made, and what those without rows send beside."""
+        of = {worker: gradients for worker, _, gradients in made}
+        every = [(n, device, of[n] if n in of else self.of_no_rows(n, like)) for n, device in enumerate(self._devices)]
+        return [(worker, device, gradients) for worker, device, gradients in every if gradients is not None]
+
+    def of_no_rows(self, worker: int, like: Gradients) -> Gradients | None:
+        """The gradients of a worker without rows, if it has momentum to send: zeros."""
+        if not self._momentum:
+            return None
+        with tf.device(self._devices[worker]):
+            return {n: tf.zeros(spec.shape, spec.dtype) for n, spec in like.items()}
 
     def learn(self, like: Mapping[int, tf.TensorSpec]) -> None:
         """Gradients of these variables are sent, too, as they are: an embedding's that are not of rows."""
@@ -589,13 +586,9 @@ class ReplicaSums:
         """Of a message."""
         return sum(self._compressor.sent_bytes(self._number[n]) for n in self.numbers)
 
-    def of_no_rows(self, replica: int) -> dict[int, Any] | None:
+    def of_no_rows(self, replica: int) -> Gradients | None:
         """The gradients of a replica without rows, if it has momentum to send."""
-        if not self._compressor.has_momentum:
-            return None
-        like = {n: self._like[self._number[n]] for n in self.numbers}
-        with tf.device(self._stages[replica].device):
-            return {n: tf.zeros(each.shape, each.dtype) for n, each in like.items()}
+        return self._compressor.of_no_rows(replica, {n: self._like[self._number[n]] for n in self.numbers})
 
     def encoded(self, replica: int, gradients: Any, step: tf.Tensor) -> tf.Tensor:
         """A replica's message; in the scope of its device. What it lacks is kept."""
