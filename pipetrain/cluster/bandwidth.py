@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,9 @@ def joined(devices: Sequence[str], within_functions: bool = False) -> Cluster:
     slowest = max((link for row in between for link in row), key=lambda link: link.seconds(LARGEST_BYTES))
     remote = tuple(filter(is_remote, devices))
     overhead_s, call_s = (0.0, _call_of_all_s(remote)) if within_functions else (_overhead_s(remote), 0.0)
-    return Cluster((Level(slowest),), None, _processors(devices), tuple(map(tuple, between)), overhead_s, call_s)
+    own_cores = _own_cores(devices)
+    processors = _at_once(own_cores, devices)
+    return Cluster((Level(slowest),), None, processors, own_cores, tuple(map(tuple, between)), overhead_s, call_s)
 
 
 def with_message_work(cluster: Cluster, devices: Sequence[str]) -> Cluster:
@@ -182,18 +184,25 @@ def _first(tensor: tf.Tensor) -> tf.Tensor:
     return tensor[0]
 
 
-def _processors(devices: Sequence[str]) -> float:
+def _at_once(own_cores: Sequence[Sequence[int]], devices: Sequence[str]) -> float:
     """How many of the devices work at once: CPU devices share the cores that their workers keep to."""
     if any("CPU" not in device for device in devices):
         return float("inf")
-    at_once = 0
-    by_host: dict[str, set[str]] = {}
-    for device in devices:
-        by_host.setdefault(_host(device), set()).add(device)
-    for members in by_host.values():
-        known = {core for device in members for core in _cores(device)}
-        at_once += min(len(known), len(members)) if known else len(members)
-    return at_once
+    by_host: dict[str, list[Sequence[int]]] = {}
+    for device, own in zip(devices, own_cores or [()] * len(devices), strict=True):
+        by_host.setdefault(_host(device), []).append(own)
+    return sum(min(len({*chain(*members)}) or len(members), len(members)) for members in by_host.values())
+
+
+def _own_cores(devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The cores of all hosts that each device keeps to, numbered anew; none where a device's are not known."""
+    numbers: dict[tuple[str, int], int] = {}
+    found = tuple(
+        tuple(numbers.setdefault((_host(device), core), len(numbers)) for core in _cores(device))
+        for device in devices
+        if "CPU" in device
+    )
+    return found if len(found) == len(devices) and all(found) else ()
 
 
 def _cores(device: str) -> list[int]:
@@ -204,22 +213,28 @@ def _cores(device: str) -> list[int]:
 SIDE = 256  # of the matrices that are multiplied meanwhile
 COMPUTED_S = 0.2  # what the multiplications take; the messages arrive within less
 SENT_S, MOST_BYTES = 0.1, 2**23  # what the large messages take together each way, and their bytes at most
-LARGE, SMALL = 8, 60  # so many messages each way
+LARGE, SMALL = 8, 200  # so many messages each way
 WORK_REPEATS = 5
 
 
 def message_work(devices: Sequence[str], cluster: Cluster) -> tuple[float, float]:
     """Seconds of a computing device that each message takes from it at either end, and seconds for each byte.
 
-    Measured between the first two devices of two processes; ``cluster`` is that of the devices.
+    Measured between the first two devices of two processes, on different cores if there are such; ``cluster`` is that
+    of the devices.
 
     By how much longer a device multiplies matrices while it sends and gets messages, as gradients are exchanged during
     a backward. Where a device's cores are more than it computes with, that is nothing.
     """
-    for (i, first), (j, last) in combinations(enumerate(devices), 2):
-        if task_of(first) != task_of(last):
-            return _measured_work(joins(), first, last, cluster.link(i, j).bandwidth_bytes_per_s)
-    return 0.0, 0.0
+    apart = [(i, j) for i, j in combinations(range(len(devices)), 2) if task_of(devices[i]) != task_of(devices[j])]
+    if not apart:
+        return 0.0, 0.0
+    i, j = next((pair for pair in apart if not _share_a_core(cluster, *pair)), apart[0])
+    return _measured_work(joins(), devices[i], devices[j], cluster.link(i, j).bandwidth_bytes_per_s)
+
+
+def _share_a_core(cluster: Cluster, i: int, j: int) -> bool:
+    return bool(cluster.cores) and not {*cluster.cores[i]}.isdisjoint(cluster.cores[j])
 
 
 @cache
@@ -231,9 +246,9 @@ def _measured_work(joined: int, first: str, last: str, bandwidth_bytes_per_s: fl
         functions[0](turns).numpy()
         turns = tf.constant(int(100 * COMPUTED_S / _call_s(functions[0], turns)) + 1)
     taken_s = np.array([[_call_s(function, turns) for function in functions] for _ in range(WORK_REPEATS + 1)])[1:]
-    alone_s, small_s, large_s = np.median(taken_s, axis=0)
-    message_s = max(0.0, float(small_s - alone_s)) / (2 * SMALL)
-    return message_s, max(0.0, float(large_s - alone_s) / (2 * LARGE) - message_s) / size_bytes
+    small_s, large_s = np.median(taken_s[:, 1:] - taken_s[:, :1], axis=0)
+    message_s = max(0.0, float(small_s)) / (2 * SMALL)
+    return message_s, max(0.0, float(large_s) / (2 * LARGE) - message_s) / size_bytes
 
 
 def _call_s(function: Callable[[tf.Tensor], Any], turns: tf.Tensor) -> float:

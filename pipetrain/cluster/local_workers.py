@@ -8,8 +8,9 @@ import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -22,6 +23,7 @@ from pipetrain.schemes.arguments import is_count
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 START_S = 60.0  # TensorFlow is imported within
 END_S = 5.0
+Item = TypeVar("Item")
 
 
 class LocalWorkers:
@@ -42,8 +44,7 @@ class LocalWorkers:
 
     def __init__(self, count: int, cpu_devices: int = 1, ports: Sequence[int] | None = None) -> None:
         _check(count, cpu_devices, ports)
-        known, self._cpu_devices = cores(), cpu_devices
-        self._cores: list[list[int]] = []
+        self._cpu_devices, self._cores = cpu_devices, divided(cores(), count)
         with quiet_stderr():  # of what TensorFlow says where there is no driver
             gpus = len(tf.config.list_physical_devices("GPU"))
         self._gpus = divided_gpus(gpus, count, os.environ.get(VISIBLE))
@@ -52,8 +53,6 @@ class LocalWorkers:
         self.addresses: list[str] = []
         try:
             for n in range(count):
-                own = known[n * len(known) // count : (n + 1) * len(known) // count] or [known[n % len(known)]]
-                self._cores.append(own)
                 self._start(n, ports[n] if ports else 0)
             self.addresses = self._announced(range(count))
         except BaseException:
@@ -141,9 +140,13 @@ def divided_gpus(gpus: int, workers: int, visible: str | None) -> list[str | Non
     if gpus == 0:
         return [None] * workers
     names = visible.split(",")[:gpus] if visible else list(map(str, range(gpus)))
-    if workers >= gpus:
-        return [names[n * gpus // workers] for n in range(workers)]
-    return [",".join(names[n * gpus // workers : (n + 1) * gpus // workers]) for n in range(workers)]
+    return [",".join(each) for each in divided(names, workers)]
+
+
+def divided(items: Sequence[Item], workers: int) -> list[list[Item]]:
+    """For each worker its part of so many items, neighbours; where workers are more, neighbours share one."""
+    firsts = [n * len(items) // workers for n in range(workers + 1)]
+    return [[*items[first : max(last, first + 1)]] for first, last in pairwise(firsts)]
 
 
 def _started(

@@ -84,6 +84,8 @@ class Cluster:
         levels: innermost first. Each one's groups hold whole groups of the one before.
         memory_bytes: the memory of every device; None for no limit.
         processors: how many devices work at once: logical CPU devices share the processor's cores.
+        cores: of each device the numbers of the processor cores that it may work on, where these are known: devices
+            that keep to the same core wait for each other though another core has nothing to do.
         between: the link between each two devices by their numbers, where they were measured; None where the levels
             say it.
         overhead_s: seconds that every action, a forward or a backward, takes on a device in addition to its computing,
@@ -100,6 +102,7 @@ class Cluster:
     levels: tuple[Level, ...] = (Level(PCIE_3),)
     memory_bytes: int | None = None
     processors: float = math.inf
+    cores: tuple[tuple[int, ...], ...] = ()
     between: tuple[tuple[Link, ...], ...] | None = None
     overhead_s: float = 0.0
     call_s: float = 0.0

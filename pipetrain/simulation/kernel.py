@@ -64,25 +64,48 @@ class SimulatedClock:
 
 
 class Processors:
-    """So many devices work at once; others wait, first come, first served."""
+    """So many devices of a cluster work at once, each on a core of its own; others wait, first come, first served."""
 
-    def __init__(self, number: float = math.inf) -> None:
-        self._idle, self._queue = number, deque[Happens]()
+    def __init__(self, cluster: Cluster, devices: int) -> None:
+        self._idle, self._queue = cluster.processors, deque[tuple[int, Happens]]()
+        own = cluster.cores[:devices] if len(cluster.cores) >= devices else ()
+        self._cores = own if len({core for each in own for core in each}) < sum(map(len, own)) else ()
+        self._taken: dict[int, int] = {}  # cores that devices share, by the device that works on them
+        self.are_enough = cluster.processors >= devices and not self._cores  # no device ever waits
 
-    def take(self, then: Happens) -> None:
+    def take(self, device: int, then: Happens) -> None:
         """Take a processor, now or when there is one."""
-        if self._idle > 0:
-            self._idle -= 1
+        if self._is_begun(device):
             then()
         else:
-            self._queue.append(then)
+            self._queue.append((device, then))
 
-    def release(self) -> None:
-        """Give it back, to who has waited longest."""
-        if self._queue:
-            self._queue.popleft()()
-        else:
-            self._idle += 1
+    def release(self, device: int) -> None:
+        """Give it back, to who has waited longest of those who may have it."""
+        self._idle += 1
+        if self._cores:
+            del self._taken[next(core for core in self._cores[device] if self._taken.get(core) == device)]
+        for n, (waiting, then) in enumerate(self._queue):
+            if self._is_begun(waiting):
+                del self._queue[n]
+                then()
+                return
+
+    def _is_begun(self, device: int) -> bool:
+        if self._idle <= 0:
+            return False
+        if self._cores:
+            core = next((core for core in self._cores[device] if core not in self._taken), None)
+            if core is None:
+                return False
+            self._taken[core] = device
+        self._idle -= 1
+        return True
+
+    def shared_core(self, device: int) -> int | None:
+        """The one core that a device keeps to; None where it has several or they are not known."""
+        own = self._cores[device] if self._cores else ()
+        return own[0] if len(own) == 1 else None
 
 
 class DeviceWork(NamedTuple):
@@ -109,53 +132,73 @@ class SimulatedMessage:
         self.left_s = self.arrived_s = self.used_s = 0.0
 
 
+class SimulatedCore:
+    """The core of a device, or of several that share it: what messages take of it makes its work end later."""
+
+    def __init__(self, clock: SimulatedClock) -> None:
+        self._clock, self._computes = clock, False
+        self._delay_s = self._free_s = 0.0  # of what it does; when it is free of something else
+
+    def disturb(self, seconds: float) -> None:
+        """It is needed for so long for something else: what it does now, or next, ends later."""
+        if self._computes:
+            self._delay_s += seconds
+        else:
+            self._free_s = max(self._free_s, self._clock.now) + seconds
+
+    def begin(self) -> None:
+        """It computes from now on, and first what it is still needed for."""
+        self._computes = True
+        self._delay_s += max(0.0, self._free_s - self._clock.now)
+
+    def end(self) -> float:
+        """What it computes would be done now; gives the seconds that are left of what has disturbed it meanwhile."""
+        delay_s, self._delay_s = self._delay_s, 0.0
+        self._computes = delay_s > 0
+        return delay_s
+
+
 class SimulatedDevice:
     """Does what it is given, one thing after another: of what it has, that of the least priority number.
 
     Args:
         number: of the device.
         kernel: whose clock and processors it has.
+        core: that it computes on, maybe with others.
         factor: gives by how much longer each piece of work takes.
     """
 
-    def __init__(self, number: int, kernel: Kernel, factor: Callable[[], float]) -> None:
-        self._number, self._factor = number, factor
+    def __init__(self, number: int, kernel: Kernel, core: SimulatedCore, factor: Callable[[], float]) -> None:
+        self._number, self._core, self._factor = number, core, factor
         self._clock, self._processors, self._work = kernel.clock, kernel.processors, kernel.work
         self._queue: list[tuple[int, int, float, Op, int, Callable[[float], None]]] = []
         self._numbers = count()
         self._busy = False
-        self._delay_s = self._free_s = 0.0  # of what it does; when its processor is free of something else
+        self.disturb = core.disturb
 
     def do(self, seconds: float, op: Op, step: int, then: Callable[[float], None], priority: int = 0) -> None:
         """Work for so long; ``then`` is told when that began. Of equal priority numbers the first given comes first."""
         heappush(self._queue, (priority, next(self._numbers), seconds, op, step, then))
         self._go_on()
 
-    def disturb(self, seconds: float) -> None:
-        """Its processor is needed for so long for something else: what it does now, or next, ends later."""
-        if self._busy:
-            self._delay_s += seconds
-        else:
-            self._free_s = max(self._free_s, self._clock.now) + seconds
-
     def _go_on(self) -> None:
         if self._queue and not self._busy:
             self._busy = True
             _, _, seconds, op, step, then = heappop(self._queue)
-            self._processors.take(partial(self._begin, seconds, op, step, then))
+            self._processors.take(self._number, partial(self._begin, seconds, op, step, then))
 
     def _begin(self, seconds: float, op: Op, step: int, then: Callable[[float], None]) -> None:
         start_s = self._clock.now
-        self._delay_s += max(0.0, self._free_s - start_s)
+        self._core.begin()
         self._clock.at(start_s + seconds * self._factor(), partial(self._done, start_s, op, step, then))
 
     def _done(self, start_s: float, op: Op, step: int, then: Callable[[float], None]) -> None:
-        if self._delay_s:
-            delay_s, self._delay_s = self._delay_s, 0.0
+        delay_s = self._core.end()
+        if delay_s:
             self._clock.at(self._clock.now + delay_s, partial(self._done, start_s, op, step, then))
             return
         self._work.append(DeviceWork(self._number, op, step, start_s, self._clock.now))
-        self._processors.release()
+        self._processors.release(self._number)
         self._busy = False
         then(start_s)
         self._go_on()
@@ -250,10 +293,15 @@ class Kernel:
         factors: Sequence[Callable[[], float]],
         switched: bool = True,
     ) -> None:
-        self.clock, self.processors = SimulatedClock(), Processors(cluster.processors)
+        self.clock, self.processors = SimulatedClock(), Processors(cluster, len(factors))
         self.work: list[DeviceWork] = []
         self.messages: list[SimulatedMessage] = []
-        self.devices = [SimulatedDevice(number, self, factor) for number, factor in enumerate(factors)]
+        shared = [self.processors.shared_core(number) for number, _ in enumerate(factors)]
+        cores = {core: SimulatedCore(self.clock) for core in shared if core is not None}
+        self.devices = [
+            SimulatedDevice(number, self, SimulatedCore(self.clock) if core is None else cores[core], factor)
+            for number, (core, factor) in enumerate(zip(shared, factors, strict=True))
+        ]
         self.ports = Ports(self.clock, cluster, self.devices, switched)
 
     def send(self, message: SimulatedMessage, arrives: Happens) -> None:

@@ -38,22 +38,22 @@ class PipelineSimulation:
         stations: all stages' replicas, by their numbers.
         caller: feeds the stations of the first stage, and takes reports of minibatches: where ``synchronous``, one of
             each station when it has updated; else one of each station that sends no forward on, when it has computed.
-        processors: how many stations work at once; others wait, first come, first served.
+        processors: that their devices work on.
     """
 
     def __init__(
-        self, stations: Sequence[Station], caller: SimulatedCaller, synchronous: bool, processors: float
+        self, stations: Sequence[Station], caller: SimulatedCaller, synchronous: bool, processors: Processors
     ) -> None:
         self._stations, self._caller, self._synchronous = stations, caller, synchronous
-        self._clock, self._processors = SimulatedClock(), Processors(processors)
-        self._limited, self._heap = processors < len(stations), self._clock.heap
+        self._clock, self._processors, self._limited = SimulatedClock(), processors, not processors.are_enough
+        self._heap = self._clock.heap
         self._first = [station for station in stations if station.work.kinds[0][0] == 0]
         for station in self._first:
             arrivals: Arrivals = deque()
             caller.inputs.append(arrivals)
             station.inputs[0].append(arrivals)
         for station in stations:
-            begins = partial(self._processors.take, partial(self._compute, station))
+            begins = partial(processors.take, station.device, partial(self._compute, station))
             station.prepare(begins, partial(self._computed, station))
         self._wires = sum(len(wires) for station in stations for wires in station.outputs)
         self._worked, self._sums, self._updates, self._arrived = Journal(2), Journal(), Journal(), Journal()
@@ -127,7 +127,7 @@ class PipelineSimulation:
         if station.reports[position] and not self._synchronous:
             self._report(station.order[position] // station.period, now)
         if self._limited:
-            self._processors.release()
+            self._processors.release(station.device)
         station.free_s = now
         station.position = position + 1
         self._begin(station)
@@ -138,7 +138,7 @@ class PipelineSimulation:
             self._update(station)
             return
         if self._limited:
-            self._processors.release()
+            self._processors.release(station.device)
         self._reduce(station.reduction.enter(station.number, now))
 
     def _reduce(self, due: Due) -> None:
@@ -150,7 +150,7 @@ class PipelineSimulation:
     def _reduced(self, station: Station) -> None:
         self._sums.note(station.number, self._clock.now)
         if self._limited:
-            self._processors.take(partial(self._update, station))
+            self._processors.take(station.device, partial(self._update, station))
         else:
             self._update(station)
 
@@ -166,7 +166,7 @@ class PipelineSimulation:
 
     def _updated(self, station: Station) -> None:
         if self._limited:
-            self._processors.release()
+            self._processors.release(station.device)
         if station.reduction is not None:
             self._reduce(station.reduction.updated(station.number, self._clock.now))
         self._go_on(station, self._clock.now)
@@ -189,13 +189,13 @@ class PipelineSimulation:
         heappush(self._heap, (time_s, kind * len(self._stations) + station.number, happens))
 
 
-def suits(stations: Sequence[Station], cluster: Cluster, group: int) -> bool:
+def suits(stations: Sequence[Station], cluster: Cluster, processors: Processors, group: int) -> bool:
     """Whether it is right and worth it, for a pipeline that empties after every ``group`` of microbatches.
 
     The stations are those of a builder that is ``plain``.
     """
     count = len(stations)
-    alone = stations[-1].place[0] == count - 1 and cluster.processors >= count
+    alone = stations[-1].place[0] == count - 1 and processors.are_enough
     own = all(level.contention == "none" for level in cluster.levels)
     return alone and own and group * count >= AT_ONCE * (group + count)
 

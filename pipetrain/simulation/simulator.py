@@ -24,7 +24,7 @@ from pipetrain.schemes.table import (
 )
 from pipetrain.schemes.validation import check_own
 from pipetrain.simulation.build import REDUCTIONS, SimulationOptions, StationBuilder
-from pipetrain.simulation.kernel import checked_seed
+from pipetrain.simulation.kernel import Processors, checked_seed
 from pipetrain.simulation.pipeline import PipelineSimulation, VectorizedSimulation, suits
 from pipetrain.simulation.simulated_trace import trace_of_stations
 from pipetrain.simulation.stations import SimulatedCaller
@@ -118,10 +118,11 @@ def simulate(
     built = StationBuilder(stages, devices, partition.batch_size, chosen, options, cluster)
     caller = SimulatedCaller(options.minibatches, pieces, options.window, options.caller_s, built.reports)
     group = pieces * (options.minibatches if chosen.asynchronous else 1)
-    if built.plain and suits(built.stations, cluster, group):
+    processors = Processors(cluster, 1 + max(station.device for station in built.stations))
+    if built.plain and suits(built.stations, cluster, processors, group):
         record = VectorizedSimulation(built.stations, caller, not chosen.asynchronous).run()
     else:
-        record = PipelineSimulation(built.stations, caller, not chosen.asynchronous, cluster.processors).run()
+        record = PipelineSimulation(built.stations, caller, not chosen.asynchronous, processors).run()
     return trace_of_stations(built.stations, record, None if chosen.schedule.chunks == 1 else len(built.stations))
 
 

@@ -21,7 +21,7 @@ import pytest
 import slurm_nodes
 import ssh_hosts
 
-from pipetrain.cluster.local_workers import divided_gpus
+from pipetrain.cluster.local_workers import divided, divided_gpus
 from pipetrain.cluster.ssh_workers import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -702,3 +702,18 @@ def test_open_mpi_starts_a_worker_on_each_host(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "trained on /job:worker/replica:0/task:0 /job:worker/replica:0/task:1" in done.stdout
     assert "the worker ends" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "wanted"),
+    [
+        ([4, 5], 2, [[4], [5]]),
+        ([4, 5, 6], 2, [[4], [5, 6]]),
+        ([4, 5], 3, [[4], [4], [5]]),
+        ([4, 5], 4, [[4], [4], [5], [5]]),
+        ([4, 5], 6, [[4], [4], [4], [5], [5], [5]]),
+    ],
+)
+def test_local_workers_divide_the_cores(cores, workers, wanted):
+    """No core has more than one worker more than another."""
+    assert divided(cores, workers) == wanted

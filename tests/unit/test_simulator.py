@@ -404,6 +404,19 @@ def test_processors_are_taken_in_turn():
     assert [(span.start_s, span.end_s) for span in hand_over.spans] == [(0, 1), (1, 2), (2, 4), (4, 6)]
 
 
+@pytest.mark.parametrize(("scheme", "microbatches"), [("vanilla", None), ("1f1b", 4)])
+def test_stages_that_keep_to_one_core_share_it(scheme, microbatches):
+    """Four stages of three seconds: three on one core and one on another, two on each, and all on either."""
+    taken_s = []
+    for cores in (((0,), (0,), (0,), (1,)), ((0,), (0,), (1,), (1,)), ((0, 1),) * 4):
+        cluster = Cluster(AT_ONCE.levels, processors=2, cores=cores)
+        taken_s.append(simulate(cut([(1, 2, 0, 0, 0)] * 4), scheme, cluster, 40, microbatches=microbatches).step_s)
+    assert taken_s[0] == pytest.approx(9, rel=0.1) and taken_s[0] > taken_s[1] >= taken_s[2] >= 6
+    own = Cluster(AT_ONCE.levels, processors=4, cores=((0,), (1,), (2,), (3,)))
+    traces = [simulate(equal(4), scheme, each, 10, microbatches=microbatches) for each in (own, AT_ONCE)]
+    assert traces[0] == traces[1]
+
+
 @pytest.mark.parametrize("scheme", NAMES)
 def test_every_scheme_is_simulated(scheme):
     partition = cut([(1, 2, 0.5, 8, 16)] * 4)

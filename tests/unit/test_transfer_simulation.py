@@ -277,6 +277,28 @@ def test_fewer_processors_than_workers_take_turns():
     assert trace.step_s == 18 and computed_s(trace, 2) == 18
 
 
+@pytest.mark.parametrize(("cores", "step_s"), [(((0,), (0,), (1,)), 12), (((0, 1),) * 3, 9), (((0,), (1,), (2,)), 6)])
+def test_workers_that_share_a_core_take_turns_though_another_is_idle(cores, step_s):
+    """Layers of one second, 6 s for each of three workers: two of them on one core, or all on both of two."""
+    workload = Workload.chain([0] * 3, [1.0] * 3, [1.0] * 3)
+    setting = Setting(workload, 3, False, joined(0.0, processors=len({*itertools.chain(*cores)}), cores=cores))
+    assert simulate_plan(setting, ORDERS["none"](workload, False), 3).step_s == step_s
+
+
+def test_what_messages_take_of_a_shared_core_delays_whoever_computes_there():
+    """Messages of two workers, half a second of work each: on their own cores, and all on one."""
+    workload = Workload.chain([1], [1.0], [2.0], Message(0.0, 0.0))
+    taken_s = [
+        simulate_plan(
+            Setting(workload, 2, False, joined(0.0, message_work=Message(0.5, 0.0), processors=2, cores=cores)),
+            ORDERS["none"](workload, False),
+            3,
+        ).step_s
+        for cores in ((), ((0,), (1,)), ((0,), (0,)))
+    ]
+    assert taken_s[0] == taken_s[1] and taken_s[2] > taken_s[1] + 3
+
+
 @given(workloads(), st.booleans(), st.integers(1, 4), st.sampled_from([0, 1, 2, 5]))
 @settings(max_examples=25)
 def test_every_plan_runs_and_moves_what_it_says(workload, serves, workers, window):
