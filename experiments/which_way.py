@@ -5,7 +5,7 @@ and ``pipetrain.choose`` predicts every way to train. Hosts have four GPUs on PC
 Where a GPU has a memory of its own, ways that need more are left out. GPUs that are on one host are planned for once,
 whatever the network between hosts.
 
-Rows are kept as they come, in which_way.csv. It takes about ten minutes on two cores.
+Rows are kept as they come, in which_way.csv; the picture is which_way.png. It takes about ten minutes on two cores.
 
 examples:
   python experiments/which_way.py
@@ -43,6 +43,7 @@ GPT, TEXT, BYTES = "gpt2", (128,), 256  # GPT-2 of 12 blocks of 768 units, which
 NETWORKS = {**INPUTS, GPT: TEXT}
 LATENCY_S, GBIT, MEMORY_BYTES = 50e-6, 1e9 / 8, 24 * 2**30
 BATCH_SIZE = 512
+NAME, PICTURE = "which_way.csv", "which_way.png"
 SLICES = 2, 4, 8, 16  # parts of layers' outputs, of which grids on up to 16 devices are made
 
 
@@ -134,11 +135,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         on = profiles[cell.model], cell.devices, cluster(cell.gbit_per_s)
         exact, predicted = (choose(*on, staleness=each) for each in ("none", "predicted"))
         rows.append(row(cell, exact, predicted))
-        write_rows(output / "which_way.csv", rows)
+        write_rows(output / NAME, rows)
         if options.table:
             print(f"{cell}\n{predicted}\n")
     lines = [["" if value is None else str(value) for value in each.values()] for each in rows]
-    print(text_table([*rows[0]], lines))
+    from plots.which_way import draw
+
+    print(f"{text_table([*rows[0]], lines)}\n\n{draw(output / NAME, output / PICTURE)}")
     return 0
 
 

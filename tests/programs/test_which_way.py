@@ -48,6 +48,7 @@ def test_rows_are_those_of_the_page_and_kept_as_they_come(networks, tmp_path, mo
     assert [*rows[0]] == [*rows_of(PAGE)[0]]
     assert [(each["network"], each["GPUs"], each["Gb/s"]) for each in rows] == [("snn", "2", ""), ("vgg16", "2", "")]
     assert all(each["taken"].endswith("x") and each["taken"] in said.out for each in rows)
+    assert (tmp_path / "which_way.png").exists() and "which_way.png" in said.out
     profile_of = which_way.profile_of
 
     def stop(name):
