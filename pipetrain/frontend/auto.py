@@ -88,20 +88,23 @@ class WayTrial:
 
 
 def compared_s(
-    trials: Sequence[Callable[[], WayTrial]], fit_together: Callable[[Sequence[int]], bool], verbose: bool = True
+    trials: Sequence[Callable[[], WayTrial]],
+    predicted_s: Sequence[float],
+    fit_together: Callable[[Sequence[int]], bool],
+    verbose: bool = True,
 ) -> tuple[list[float], bool]:
     """Seconds of a minibatch by each of these ways, infinite if it cannot train, and whether that is to be kept.
 
-    Each is tried alone, so that the devices' memory need not hold several. Then those that are near the fastest are
-    made again, and take turns, if they ``fit_together``. Where that fails, the first trials hold, and are not to be
-    kept: what made it fail may be over.
+    Each is tried alone, so that the devices' memory need not hold several. Then those that are near the fastest, by
+    trial and prediction, are made again, and take turns, if they ``fit_together``. Where that fails, the first trials
+    hold, and are not to be kept: what made it fail may be over.
     """
     progress, first_s = Progress(f"Trying {len(trials)} ways to train.", len(trials) * verbose), []
     for made in trials:
         first_s.append(made().turn_s())
         gc.collect()  # its stages' weights, and what workers keep for it
         progress.add(1)
-    near = finalists(first_s)
+    near = finalists(first_s, predicted_s)
     turns_s = _in_turns({n: trials[n]() for n in near}, verbose) if fit_together(near) else {}
     gc.collect()
     return (first_s, False) if turns_s is None else (settled(first_s, turns_s), math.inf not in first_s)
@@ -274,9 +277,8 @@ class AutoStrategy(PipelineStrategy):
         seconds = kept_trials.seconds
         if not seconds:
             with kept(self.model):
-                seconds, is_to_keep = compared_s(
-                    [partial(trial, way) for way in near], fit_together, self.planner.verbose
-                )
+                trials, predicted_s = [partial(trial, way) for way in near], [way.step_s for way in near]
+                seconds, is_to_keep = compared_s(trials, predicted_s, fit_together, self.planner.verbose)
             if min(seconds) == math.inf:
                 return choice  # whoever trains is told why
             if is_to_keep:

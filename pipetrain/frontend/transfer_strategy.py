@@ -362,8 +362,7 @@ class TransferStrategy(RunnerStrategy):
             for plan in plans:
                 first_s.append(self._tried_s(plan, plans, fitted))
                 progress.add(1)
-            both = [math.sqrt(each_s * part) for each_s, part in zip(first_s, simulated.values(), strict=True)]
-            near = finalists(both)
+            near = finalists(first_s, [*simulated.values()])
             trials_s = {n: [first_s[n]] for n in near or range(len(plans))}
             turns = len(near) * (TURNS - 1) * self.planner.verbose
             progress = Progress(f"Trying {len(near)} of them again, in turns.", turns)

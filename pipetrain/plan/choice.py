@@ -410,20 +410,25 @@ def _listed(value: Any) -> str:
 CLOSE, MOST, TURNS = 1.15, 3, 3
 
 
-def finalists(first_s: Sequence[float]) -> list[int]:
-    """Numbers of those within 15% of the fastest, three at most, the fastest first; none if it stands alone.
+def finalists(first_s: Sequence[float], predicted: Sequence[float]) -> list[int]:
+    """Numbers of those to try again, the fastest first; none if one stands alone.
 
-    The simplest of those within 15% is among them, since it is taken even if another is a little faster.
+    Of three at most one is that whose trial was the shortest. The others are within 15% of the fastest by
+    ``sqrt(first_s * predicted)``, since what else the machine does makes a single trial longer. The simplest of these
+    is among them, since it is taken even if another is a little faster.
 
     Args:
-        first_s: seconds of a minibatch in the trial of each, infinite if it failed, or the geometric mean of
-            that and of what is predicted; the simplest comes first.
+        first_s: seconds of a minibatch in the trial of each, infinite if it failed; the simplest comes first.
+        predicted: seconds of each by prediction, or in what proportion they are to each other.
     """
-    most_s = CLOSE * min(first_s, default=math.inf)
-    close = sorted((n for n, each in enumerate(first_s) if each <= most_s < math.inf), key=first_s.__getitem__)
-    simplest = min(close, default=0)
-    near = [*close[: MOST - 1], simplest] if simplest in close[MOST:] else close[:MOST]
-    return near if len(near) > 1 else []
+    both = [math.sqrt(trial_s * each) for trial_s, each in zip(first_s, predicted, strict=True)]
+    least_s = min(both, default=math.inf)
+    close = sorted((n for n, each in enumerate(both) if each <= CLOSE * least_s < math.inf), key=both.__getitem__)
+    if not close:
+        return []
+    needed = dict.fromkeys((min(range(len(first_s)), key=first_s.__getitem__), min(close)))
+    chosen = sorted([*dict.fromkeys([*needed, *close])][:MOST], key=both.__getitem__)
+    return chosen if len(chosen) > 1 else []
 
 
 def settled(first_s: Sequence[float], turns_s: Mapping[int, Sequence[float]]) -> list[float]:

@@ -10,18 +10,32 @@ from pipetrain.plan.choice import fastest, finalists, settled
 @pytest.mark.parametrize(
     ("first_s", "expected"),
     [
-        ([1.1, 1.0, 1.3], [1, 0]),
-        ([1.0, 1.2], []),
+        ([1.1, 1.0, 1.3], [1, 0, 2]),
+        ([1.0, 1.4], []),
         ([1.0, math.inf, 1.14, 1.02, 1.01], [0, 4, 3]),
         ([1.1, 1.0, 1.03, 1.02], [1, 3, 0]),  # the first, which is the simplest
-        ([1.2, 1.0, 1.03, 1.02, 1.01], [1, 4, 3]),
-        ([1.3, 1.04, 1.0, 1.01, 1.02], [2, 3, 1]),  # the simplest that is near
+        ([1.4, 1.0, 1.03, 1.02, 1.01], [1, 4, 3]),
+        ([1.4, 1.04, 1.0, 1.01, 1.02], [2, 3, 1]),  # the simplest that is near
         ([math.inf, math.inf], []),
         ([], []),
     ],
 )
 def test_those_within_15_percent_of_the_fastest_are_finalists(first_s, expected):
-    assert finalists(first_s) == expected
+    """By trial and prediction together: 32% by the trial where all predictions are equal."""
+    assert finalists(first_s, [1.0] * len(first_s)) == expected
+
+
+@pytest.mark.parametrize(
+    ("predicted", "expected"),
+    [
+        ([1.0, 1.0, 1.03], [0, 2]),  # the second is slow in both
+        ([1.2, 0.9, 1.0], [2, 0, 1]),  # something else had the machine in the second one's trial
+        ([1.6, 1.0, 1.0], [2, 1, 0]),  # the shortest trial, whatever is predicted
+        ([3.0, 1.0, 1.0], [2, 1, 0]),
+    ],
+)
+def test_a_single_trial_leaves_out_no_way_that_is_predicted_to_be_fast(predicted, expected):
+    assert finalists([1.0, 1.35, 1.05], predicted) == expected
 
 
 def test_turns_tell_how_finalists_compare_and_first_trials_how_with_the_others():

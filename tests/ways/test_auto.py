@@ -391,7 +391,7 @@ def test_first_trials_hold_and_are_not_kept_where_ways_cannot_train_side_by_side
         def turn_s(self):
             return next(seconds)
 
-    found, is_to_keep = compared_s([Trial] * 3, lambda numbers: together)
+    found, is_to_keep = compared_s([Trial] * 3, [1.0, 1.0, 1.0], lambda numbers: together)
     assert found == [1.0, 1.1, 2.0] and is_to_keep is not together
     assert len(made) == 3 + turns and len([*seconds]) == (0 if together else 2)
 
