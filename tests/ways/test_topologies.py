@@ -269,6 +269,8 @@ def test_what_cannot_be_is_refused():
             pipetrain.AllReduce(topology=topology, compression="int8")
     with pytest.raises(ValueError, match=r"outer step.*Try synchrony='local:8'"):
         pipetrain.AllReduce(topology="gossip", synchrony=pipetrain.LocalSGD(8, 0.7, 0.9))
+    with pytest.raises(ValueError, match=r"topology='gossip'.*fragments=2.*Try fragments=1"):
+        pipetrain.AllReduce(topology="gossip", synchrony=pipetrain.LocalSGD(8, fragments=2))
     for graph, problem in (
         (((1,), ()), "know each other"),
         (((0,),), "know each other"),
