@@ -51,6 +51,7 @@ from pipetrain.schemes.synchrony import (
     LocalSGD,
     Stale,
     check_fragments,
+    hides_joins,
     join_fragments,
     join_steps,
     synchrony_of,
@@ -463,7 +464,7 @@ class TransferStrategy(RunnerStrategy):
             join_steps=self._join_steps,
             fragments=workload.fragments(join_fragments(self._synchrony)),
             topology=self._topology,
-            is_stale=self._is_stale,
+            is_stale=self._is_stale or hides_joins(self._synchrony),
         )
 
     def _gradient_bytes(self) -> tuple[int, ...] | None:

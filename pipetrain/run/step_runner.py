@@ -155,7 +155,8 @@ class StepRunner(Stepwise):
         try:
             joins, when = None, {}
             if self._outer is not None:
-                joins = self._outer.due(self._outer.steps_before(settings.updates) + self._steps_done + 1)
+                before = self._outer.steps_before(settings.updates) + self._steps_done
+                joins = self._outer.due(before + 1, self._apart)
                 when = {"joins": joins}
             result, sent = self._step(rows, self._waiting, settings.exact_times, **when)
             self._apart = [] if self._outer is None else self._outer.apart_after(joins)

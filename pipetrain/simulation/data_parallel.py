@@ -44,7 +44,8 @@ class Setting:
             none: all at once.
         topology: of workers that sum gradients: ``RING``, or ``Gossip``, whose workers send weights to their
             neighbours alone; None: each sends to all others.
-        is_stale: whether gradients are sent and applied while the next step computes, by the weights before.
+        is_stale: whether gradients are sent and applied while the next step computes, by the weights before; or, of
+            workers that update weights of their own, what is due in a step is.
 
     Raises ValueError for counts below 1, more servers than workers, and times and sizes that are negative or infinite.
     """
@@ -92,8 +93,8 @@ class Setting:
         return replace(self, join_steps=1, fragments=fragment)
 
     def joined_after(self, made: int) -> int | None:
-        """The fragment that is joined in the step with which so many have been made; None where none is."""
-        return joined_after(made, self.join_steps, max(1, len(self.fragments)))
+        """The fragment that is sent in the step with which so many have been made; None where none is."""
+        return joined_after(made - self.is_stale, self.join_steps, max(1, len(self.fragments)))
 
     def sent(self, plan: Plan, fragment: int | None) -> Plan:
         """What is sent of a plan in a step that joins this fragment, or none."""

@@ -20,6 +20,7 @@ from pipetrain.schemes.synchrony import (
     Synchrony,
     check_fragments,
     check_together,
+    hides_joins,
     join_fragments,
     join_steps,
     synchrony_of,
@@ -136,7 +137,7 @@ def setting_of(
         join_steps=join_steps(joining),
         fragments=workload.fragments(join_fragments(joining)),
         topology=sends,
-        is_stale=isinstance(joining, Stale),
+        is_stale=isinstance(joining, Stale) or hides_joins(joining),
     )
 
 

@@ -438,7 +438,10 @@ def test_schemes_with_ordered_transfers_are_compared_beside_the_others():
 
 
 @pytest.mark.parametrize("minibatches", [4, 50])
-@pytest.mark.parametrize("synchrony", ["local:2", "local:8", LocalSGD(8, fragments=3), "stale:1", None])
+@pytest.mark.parametrize(
+    "synchrony",
+    ["local:2", "local:8", LocalSGD(8, fragments=3), LocalSGD(8, fragments=3, overlap=True), "stale:1", None],
+)
 def test_a_trace_tells_the_seconds_by_which_ways_are_compared(synchrony, minibatches, tmp_path):
     """Of workers that join their weights after some steps those of whole periods, however many are simulated."""
     hosts, way = joined(4e-7, 1e-4), AllReduce("none", synchrony=synchrony)
@@ -632,7 +635,7 @@ def test_steps_of_each_topology_take_what_they_send():
 
 @given(workloads(), st.integers(2, 5), st.integers(1, 5))
 def test_workers_that_join_their_weights_send_each_fragment_once_in_so_many_steps(workload, steps, fragments):
-    """The only one, or the last of them, at the end of a period."""
+    """The only one, or the last of them, at the end of a period; while the next step computes, a step later."""
     parts = workload.fragments(min(steps, fragments))
     setting = set_up(workload, serves=False, join_steps=steps, fragments=parts)
     trace = simulate_plan(setting, ORDERS["layerwise"](workload, False), 2 * steps)
@@ -642,8 +645,12 @@ def test_workers_that_join_their_weights_send_each_fragment_once_in_so_many_step
         expected[n * steps // len(parts) - 1] = 2 * sum(workload.sizes_bytes[k] for k in each)
     assert sent == 2 * expected and sum(expected) == 2 * sum(workload.sizes_bytes[n] for n in workload.owner)
     assert trace.period == steps and setting.joined_bytes == max(expected) / 2
-    plan = ORDERS["layerwise"](workload, False)
+    plan, later = ORDERS["layerwise"](workload, False), replace(setting, is_stale=True)
     assert mean_step_s(setting, plan) <= mean_step_s(setting.joining(), plan) * (1 + 1e-9)
+    assert mean_step_s(later, plan) <= mean_step_s(setting, plan) * (1 + 1e-9)
+    trace = simulate_plan(later, plan, 2 * steps + 1)
+    sent = [int(trace.transfers.size_bytes[trace.transfers.microbatch == step].sum()) for step in range(2 * steps + 1)]
+    assert sent == [0, *2 * expected]
 
 
 @given(st.integers(1, 40), st.data())

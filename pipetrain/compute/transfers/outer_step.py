@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -30,10 +31,12 @@ class OwnWeights:
         steps: of each worker until they exchange the same weights again.
         fragments: the numbers of the weights that are exchanged at one step, see ``LocalSGD``; None: all at once.
 
-    ``unites``: whether all workers have the same weights after an exchange.
+    ``unites``: whether all workers have the same weights after a drain. ``overlaps``: whether an exchange is of the
+    weights with which a step begins, and changes those with which it ends.
     """
 
     unites: bool
+    overlaps = False
 
     def __init__(
         self, weights: Sequence[Weights], steps: int, fragments: Sequence[Sequence[int]] | None = None
@@ -50,9 +53,15 @@ class OwnWeights:
         """
         return 0 if self.unites else updates
 
-    def due(self, made: int) -> int | None:
-        """The fragment that is exchanged when so many steps have been made, None where none is."""
-        return joined_after(made, self.steps, len(self.fragments))
+    def due(self, made: int, apart: Collection[int]) -> int | None:
+        """The fragment that is exchanged in the step with which so many have been made, None where none is.
+
+        ``apart`` are those of which workers have different weights before it.
+        """
+        if not self.overlaps:
+            return joined_after(made, self.steps, len(self.fragments))
+        found = joined_after(made - 1, self.steps, len(self.fragments))
+        return found if found in apart else None  # at a drain it may have been joined already
 
     def apart_after(self, exchanged: int | None) -> list[int]:
         """The fragments that ``apart`` gives after a step in whose end this one was exchanged."""
@@ -73,8 +82,8 @@ class OwnWeights:
         """What is kept from step to step, as slots of the weights."""
         raise NotImplementedError
 
-    def exchange(self, fragment: int, order: Order, reduce: Reduce) -> None:
-        """Within a function: what workers do with a fragment, by ``reduce``, which sums for every worker."""
+    def exchange(self, fragment: int, order: Order, reduce: Reduce) -> Callable[[], None]:
+        """Within a function: send a fragment, by ``reduce``, which sums for every worker; gives what then joins it."""
         raise NotImplementedError
 
     def settle(self, fragment: int, order: Order, reduce: Reduce) -> None:
@@ -136,7 +145,7 @@ class OuterStep(OwnWeights):
 
     def __init__(self, options: LocalSGD, weights: Sequence[Weights], fragments: Sequence[Sequence[int]]) -> None:
         super().__init__(weights, options.steps, fragments)
-        self._options = options
+        self._options, self.overlaps = options, options.overlap
         self._before = [self._zeros(each) for each in weights]  # as all workers had them after the last join
         self._momenta = [self._zeros(each) for each in weights] if options.momentum else []
 
@@ -160,21 +169,38 @@ class OuterStep(OwnWeights):
         """Those of the first worker, as all have them."""
         return self._weights[0].stored()
 
-    def settle(self, fragment: int, order: Order, reduce: Reduce) -> None:
-        """A join, as after so many steps."""
-        self.exchange(fragment, order, reduce)
+    def apart_after(self, exchanged: int | None) -> list[int]:
+        """Mixed weights are apart, too."""
+        return super().apart_after(None if self._mixing else exchanged)
 
-    def exchange(self, fragment: int, order: Order, reduce: Reduce) -> None:
+    @property
+    def _mixing(self) -> float:
+        """Of a worker's own weights in what it goes on from."""
+        return self._options.mixing if self.overlaps else 0.0
+
+    def settle(self, fragment: int, order: Order, reduce: Reduce) -> None:
+        """A join, as after so many steps, without mixing."""
+        self._join(fragment, 0.0, self._sums(fragment, order, reduce))
+
+    def exchange(self, fragment: int, order: Order, reduce: Reduce) -> Callable[[], None]:
         """The outer step."""
-        self._settled(fragment)
+        return partial(self._join, fragment, self._mixing, self._sums(fragment, order, reduce))
+
+    def _sums(self, fragment: int, order: Order, reduce: Reduce) -> list[Any]:
+        """Of how far all workers have moved, for each of them."""
         like = {n: each for n, each in enumerate(specs(self._weights[0].variables)) if n in self.fragments[fragment]}
         moved = [
             (weights.device, self._moved(weights, before, like))
             for weights, before in zip(self._weights, self._before, strict=True)
         ]
-        for number, sums in enumerate(reduce(order, moved, like)):
+        return reduce(order, moved, like)
+
+    def _join(self, fragment: int, mixing: float, of_workers: Sequence[Any]) -> None:
+        if not mixing:
+            self._settled(fragment)
+        for number, sums in enumerate(of_workers):
             with tf.device(self._weights[number].device):
-                self._apply(number, sums)
+                self._apply(number, sums, mixing)
 
     def _moved(
         self, weights: Weights, before: Sequence[keras.Variable], numbers: Iterable[int]
@@ -182,7 +208,7 @@ class OuterStep(OwnWeights):
         with tf.device(weights.device):
             return {n: before[n].value.read_value() - weights.variables[n].value.read_value() for n in numbers}
 
-    def _apply(self, number: int, sums: Mapping[int, Any]) -> None:
+    def _apply(self, number: int, sums: Mapping[int, Any], mixing: float) -> None:
         options, weights, before = self._options, self._weights[number], self._before[number]
         for n in sorted(sums):
             variable, step = weights.variables[n], sums[n] / len(self._weights)
@@ -193,6 +219,8 @@ class OuterStep(OwnWeights):
                 step += options.momentum * made
             joined = before[n].value.read_value() - options.rate * step
             before[n].value.assign(joined, read_value=False)
+            if mixing:
+                joined = mixing * variable.value.read_value() + (1 - mixing) * joined
             variable.value.assign(joined, read_value=False)
 
 
@@ -249,12 +277,15 @@ class Mixing(OwnWeights):
                     value = tf.where(there, mine.value.read_value(), variable.value.read_value())
                     variable.value.assign(value, read_value=False)
 
-    def exchange(self, fragment: int, order: Order, reduce: Reduce) -> None:
+    def exchange(self, fragment: int, order: Order, reduce: Reduce) -> Callable[[], None]:
         """The average with the neighbours' weights."""
         like = dict(enumerate(specs(self._weights[0].variables)))
         devices = [weights.device for weights in self._weights]
         made = [(device, dict(enumerate(each))) for device, each in zip(devices, self._read(), strict=True)]
-        for weights, sums in zip(self._weights, mixed(order, made, like, self._factors), strict=True):
+        return partial(self._take_averages, mixed(order, made, like, self._factors))
+
+    def _take_averages(self, of_workers: Sequence[Any]) -> None:
+        for weights, sums in zip(self._weights, of_workers, strict=True):
             with tf.device(weights.device):
                 for n, variable in enumerate(weights.variables):
                     variable.value.assign(sums[n], read_value=False)

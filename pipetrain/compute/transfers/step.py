@@ -145,7 +145,8 @@ class TransferStep:
         """One step, and the messages that were recorded if it ``records`` them.
 
         ``pending`` says whether gradients of the last step are to be applied first, ``joins`` which fragment of their
-        weights workers with weights of their own exchange in the end, if any.
+        weights workers with weights of their own exchange, if any: in the end, or while they compute, see
+        ``OwnWeights``.
         """
         active = tuple(each.worker for each in rows)
         given = [(each.inputs, each.shares) for each in rows]
@@ -185,6 +186,7 @@ class TransferStep:
         pulled = self._pulled(active) if self._is_stale else []
         if pending:
             self._apply_late()
+        begun = self._exchange(joins) if joins is not None and self._outer and self._outer.overlaps else None
         pulled = pulled or self._pulled(active)
         self._tell_begun(active, pulled)
         made = [self._run(worker, weights, *each) for worker, weights, each in zip(active, pulled, given, strict=True)]
@@ -194,7 +196,7 @@ class TransferStep:
         if self._outer is not None:
             self._update_own(active, made, [shares for _, shares in given])
             if joins is not None:
-                self._exchange(self._outer.exchange, joins)
+                (begun or self._exchange(joins))()
         else:
             self._push(active, made)
             self._return()
@@ -337,15 +339,19 @@ class TransferStep:
 
     def _settle(self, fragment: int) -> None:
         assert self._outer is not None
-        self._exchange(self._outer.settle, fragment)
+        self._outer.settle(fragment, *self._sending(fragment))
 
-    def _exchange(self, exchange: Callable[[int, Order, Reduce], None], fragment: int) -> None:
+    def _exchange(self, fragment: int) -> Callable[[], None]:
+        assert self._outer is not None
+        return self._outer.exchange(fragment, *self._sending(fragment))
+
+    def _sending(self, fragment: int) -> tuple[Order, Reduce]:
+        """How a fragment of workers' own weights is sent."""
         assert self._outer is not None
         sinks = [worker.device for worker in self._workers]
         every = range(len(self._workers))
         phase = self._plan.pushes.of({*self._outer.fragments[fragment]}, self._sizes_bytes)
-        exchange(
-            fragment,
+        return (
             Order(phase, "push", self._record),
             lambda order, moved, like: self._reduced(order, moved, sinks, like, every, late=False),
         )
