@@ -98,8 +98,9 @@ class Copies:
         kept, at_once = (0, 0) if compression is None else (int(compression.error_feedback), 1)
         if isinstance(topology, Gossip):  # the worker's own, and those that arrive
             kept += 1 + max(map(len, topology.neighbours(self._devices)))
-        elif isinstance(joined, LocalSGD):  # the weights before, the momentum, how far they moved
-            kept, at_once = kept + 1 + bool(joined.momentum), at_once + 1
+        elif isinstance(joined, LocalSGD):
+            # The weights before, the momentum, and how far they moved; sums that wait until the step has computed.
+            kept, at_once = kept + 1 + bool(joined.momentum), at_once + 1 + bool(joined.overlap)
         elif isinstance(joined, Stale):  # the gradients that wait, and the weights that the forward reads
             kept += 2
         held_bytes = kept * weights_bytes + at_once * setting.joined_bytes

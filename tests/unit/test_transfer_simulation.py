@@ -464,9 +464,11 @@ def test_a_comparison_has_what_fits_with_the_options_that_it_is_given():
     for ways, options in (([way], {}), (["all-reduce"], {"synchrony": "local:8"})):
         assert "no cut fits" in str(compare(profiled(), 2, ways, tight, **options))
     ways = [AllReduce(synchrony=LocalSGD(8, fragments=count)) for count in (1, 2, 4)]
-    one, two, four = (Chooser(profiled(4), 2, hosts).of(each)[0].memory_bytes for each in ways)
+    ways.append(AllReduce(synchrony=LocalSGD(8, fragments=4, overlap=True)))
+    one, two, four, later = (Chooser(profiled(4), 2, hosts).of(each)[0].memory_bytes for each in ways)
     weights_bytes = sum(block.weight_bytes for block in profiled(4).blocks)
     assert one - two == 2 * weights_bytes // 2 and one - four == 2 * weights_bytes * 3 // 4  # what is sent, and comes
+    assert later - four == weights_bytes // 4
 
 
 def test_workers_at_their_own_pace_are_estimated_by_how_far_they_may_be_ahead():
