@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +50,9 @@ from pipetrain.schemes.synchrony import (
     Gossip,
     LocalSGD,
     Stale,
+    check_fragments,
+    hides_joins,
+    join_fragments,
     join_steps,
     synchrony_of,
     topology_of,
@@ -194,6 +196,7 @@ class TransferStrategy(RunnerStrategy):
             )
         if isinstance(self._order, Plan) and self._order.late.packs:
             check_whole(owner.optimizer, self._scheme.name, "weights that the plan updates late")
+        check_fragments(self._synchrony, len(self._layers.trained))
         if self._is_at_own_pace and memory_rows(self.model):
             raise ValueError(
                 "A worker does not have the minibatch before, of which layers keep rows. Received: stateful layers, "
@@ -206,6 +209,13 @@ class TransferStrategy(RunnerStrategy):
             self._momentum = self._compression.corrected(is_one * plain_momentum(stepping(owner.optimizer)))
         super().compiled(owner, loss, jit_compile)
         self._plans = {}
+
+    @property
+    def _layers(self) -> Workload:
+        """The model's layers and their trained variables; nothing takes time."""
+        chain = self.planner.chain
+        variables = chain.segment(0, len(chain.blocks)).trainable_variables
+        return workload_of(chain, variables, None, Message(), 1)
 
     def _decide(self, rows: int | None) -> None:
         (self._segment,) = self.planner.layout.segments(self.planner.chain)
@@ -275,7 +285,9 @@ class TransferStrategy(RunnerStrategy):
         """What brings workers' own weights together."""
         if isinstance(self._topology, Gossip):
             return Mixing(self._topology, self._weights, self._join_steps)
-        return OuterStep(self._synchrony, self._weights) if isinstance(self._synchrony, LocalSGD) else None
+        if not isinstance(self._synchrony, LocalSGD):
+            return None
+        return OuterStep(self._synchrony, self._weights, self._layers.fragments(self._synchrony.fragments))
 
     @property
     def _join_steps(self) -> int:
@@ -296,8 +308,7 @@ class TransferStrategy(RunnerStrategy):
 
     def _of_servers(self) -> list[list[WeightsPart]]:
         """The weights, once: the part that each server has; there may be fewer of them than servers."""
-        workload = workload_of(self.planner.chain, self._segment.trainable_variables, None, Message(), 1)
-        held = workload.on_servers(self._servers)
+        held = self._layers.on_servers(self._servers)
         parts = [WeightsPart(device, each) for device, each in zip(self._devices, held, strict=False)]
         return [[part for part in parts if part.numbers] or parts[:1]]
 
@@ -450,8 +461,9 @@ class TransferStrategy(RunnerStrategy):
             at_once=self._needs_all or bool(stepping(self.optimizer).gradient_accumulation_steps),
             gradient_bytes=self._gradient_bytes(),
             join_steps=self._join_steps,
+            fragments=workload.fragments(join_fragments(self._synchrony)),
             topology=self._topology,
-            is_stale=self._is_stale,
+            is_stale=self._is_stale or hides_joins(self._synchrony),
         )
 
     def _gradient_bytes(self) -> tuple[int, ...] | None:
@@ -484,7 +496,7 @@ class TransferStrategy(RunnerStrategy):
         rows_alone = embeddings(self.model, self._segment.trainable_variables)
         if self._is_at_own_pace:
             return {ORDERS["none"](self._setting(rows, is_measured=False).workload, True): 1.0}
-        setting = replace(self._setting(rows, is_measured(self._order)), join_steps=1)  # as when all is sent
+        setting = self._setting(rows, is_measured(self._order)).joining()  # as when all is sent
         plans = planned(self._order, setting, rows_alone, self._needs_all or self._is_stale)
         if self._is_stale:
             # Weights that were pulled would share the links with the gradients that are sent then.

@@ -89,7 +89,7 @@ class StepRunner(Stepwise):
         self._late_rate: float | None = None  # of the step whose late gradients wait
         self._waiting = False  # whether there are any
         self.is_tried = False  # whether steps are made to see what they take
-        self._apart = False  # whether workers have made steps that the weights which are stored do not know
+        self._apart: list[int] = []  # the fragments of workers' own weights that are to be settled
 
     def takes(self, plan: Plan) -> bool:
         """Whether its steps can be by this plan, too: the same variables are updated late."""
@@ -153,13 +153,13 @@ class StepRunner(Stepwise):
         self._step.at(self._updates)
         start_s = time.perf_counter()
         try:
-            joins, when = True, {}
+            joins, when = None, {}
             if self._outer is not None:
-                made = self._outer.steps_before(settings.updates) + self._steps_done
-                joins = (made + 1) % self._outer.steps == 0
+                before = self._outer.steps_before(settings.updates) + self._steps_done
+                joins = self._outer.due(before + 1, self._apart)
                 when = {"joins": joins}
             result, sent = self._step(rows, self._waiting, settings.exact_times, **when)
-            self._apart = self._outer is not None and not (joins and self._outer.unites)
+            self._apart = [] if self._outer is None else self._outer.apart_after(joins)
         finally:
             self._rows.let_go()
         self._note(start_s, result.times, sent, [each.worker for each in rows])
@@ -217,9 +217,10 @@ class StepRunner(Stepwise):
             self._await_writes()
 
     def _flush(self) -> None:
-        if self._apart and self._step is not None:
-            self._step.settle()
-            self._apart = False
+        if self._step is not None:
+            for fragment in self._apart:
+                self._step.settle(fragment)
+            self._apart = []
         if self._waiting and self._step is not None:
             self._set_rates(None)
             self._step.at(self._updates)
@@ -235,7 +236,7 @@ class StepRunner(Stepwise):
         group = next((each for each in groups if not self.plan.are_late(each.numbers)), groups[0])
         waiting = self._waiting and self.plan.are_late(group.numbers)
         self._steps_done = int(count_of(group.optimizer).numpy()) - settings.updates + waiting
-        self._apart = self._outer is not None and self._outer.is_apart
+        self._apart = [] if self._outer is None else self._outer.apart
 
     def _load(self, settings: RunSettings) -> None:
         for weights in self._weights:
@@ -244,7 +245,7 @@ class StepRunner(Stepwise):
             self._retraced()
         self._await_writes()
         self._workers[0].prepare(self._workers[1:], self._averaged)
-        self._waiting, self._apart, self._shares = False, False, {}
+        self._waiting, self._apart, self._shares = False, [], {}
         if self._outer is not None:
             self._outer.begin()
             self._await_writes()

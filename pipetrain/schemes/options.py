@@ -448,9 +448,9 @@ class AllReduce(TransferOptions):
             ``top-k``, ``random-k`` or ``power-sgd``, also with a value, ``"top-k:0.001"``, or an object such as
             ``pipetrain.TopK(share=0.001)``. Every device sends its own gradients to all that need them.
         synchrony: ``synchronous``; or ``local``, ``"local:32"``, ``pipetrain.LocalSGD(steps=32)``: each worker updates
-            weights of its own, and after so many steps all go on from one. What is sent then, and what is compressed,
-            is by how much these differ from the weights before. Or ``stale``, ``"stale:1"``: gradients are sent and
-            applied while the next step computes.
+            weights of its own, and after so many steps all go on from one, with ``fragments=4`` a part of the layers
+            at a time. What is sent then, and what is compressed, is by how much these differ from the weights before.
+            Or ``stale``, ``"stale:1"``: gradients are sent and applied while the next step computes.
         topology: ``direct``, where each worker sends to all others; ``ring``, where it sends to the next one alone, of
             which sums are made part by part; or ``gossip``, ``"gossip:torus"``, ``pipetrain.Gossip(graph=...)``: each
             worker has weights of its own, which it averages with its neighbours' after every step, or after every so

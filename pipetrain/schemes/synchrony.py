@@ -11,7 +11,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pipetrain.schemes.arguments import checked_count, is_count
+from pipetrain.schemes.arguments import checked_bool, checked_count, is_count
 from pipetrain.schemes.compression import compression_of
 from pipetrain.schemes.table import SERVING, TRANSFERRING
 
@@ -35,33 +35,73 @@ class LocalSGD:
     without it. For hundreds of steps DiLoCo has ``rate=0.7, momentum=0.9`` (Douillard et al. 2023, arXiv 2311.08105);
     after few steps such a momentum goes too far.
 
+    With several fragments the weights of so many groups of layers are joined at different steps, each by the formula
+    above with its own W, M, D and V: fragment p of P after ``(p + 1) * steps // P`` of every ``steps`` steps. A period
+    sends as much, but no step more than the largest fragment (Streaming DiLoCo, Douillard et al. 2025, arXiv
+    2501.18512). Layers are divided as in the source's strided fragments: of each P layers in turn every fragment is
+    given one, the largest going to the fragment of the fewest bytes so far.
+
+    With ``overlap`` what is due after a step is sent while the next one computes, and each worker whose weights after
+    that one are X goes on from ``mixing * X + (1 - mixing) * W``, with the source's tau of one step and its alpha. W is
+    the same on all workers. A drain joins what is due without mixing.
+
     Args:
-        steps: of each worker between two joins. A drain, such as an epoch's end, is a join too.
+        steps: of each worker between two joins. A drain, such as an epoch's end or a checkpoint, is a join too, of all
+            fragments; after it the steps are counted anew.
         rate: of the outer step.
         momentum: of the outer step, Nesterov's.
+        fragments: into how many parts that are joined at different steps the trained weights are divided.
+        overlap: whether weights are sent while the next step computes.
+        mixing: of each worker's own weights, if so.
 
-    Raises ValueError for a count below 1, a rate that is not above 0, and a momentum that is not in [0, 1).
+    A name has the steps alone.
+
+    Raises ValueError for a count below 1, more fragments than steps, a rate that is not above 0, a momentum or a mixing
+    that is not in [0, 1), and a mixing without ``overlap``; for more fragments than layers with trained weights when a
+    model is compiled or simulated.
     """
 
     name: ClassVar[str] = "local"
     steps: int = 8
     rate: float = 1.0
     momentum: float = 0.0
+    fragments: int = 1
+    overlap: bool = False
+    mixing: float = 0.5
 
     def __post_init__(self) -> None:
         """Raise ValueError for values that it cannot have."""
         checked_count("steps", self.steps, "Workers are joined after one step or more", 8)
+        checked_count("fragments", self.fragments, "Weights are joined in one fragment or more", 4)
+        if self.fragments > self.steps:
+            raise ValueError(
+                f"One fragment is joined at a step. Received: fragments={self.fragments!r}, steps={self.steps!r}. "
+                f"Try fragments={self.steps}, or steps={self.fragments}."
+            )
+        overlap = checked_bool(
+            "overlap", self.overlap, "Weights are sent while the next step computes, or they are not"
+        )
+        _check(
+            "mixing", self.mixing, 0.5, "A part of each worker's own weights is in [0, 1)", lambda each: 0 <= each < 1
+        )
+        if not overlap and self.mixing != LocalSGD.mixing:
+            raise ValueError(
+                "Workers go on from what is joined at once as it is. Received: "
+                f"mixing={self.mixing!r}, overlap={self.overlap!r}. Try overlap=True, or leaving mixing out."
+            )
         _check("rate", self.rate, 0.7, "The outer step's rate is above 0", lambda rate: 0 < rate < float("inf"))
         _check("momentum", self.momentum, 0.9, "The outer step's momentum is in [0, 1)", lambda each: 0 <= each < 1)
 
     def __str__(self) -> str:
         outer = "" if (self.rate, self.momentum) == (1, 0) else f", rate {self.rate:g}, momentum {self.momentum:g}"
-        return f"{self.name}:{self.steps}{outer}"
+        fragments = "" if self.fragments == 1 else f", fragments {self.fragments}"
+        overlap = f", overlap, mixing {self.mixing:g}" if self.overlap else ""
+        return f"{self.name}:{self.steps}{outer}{fragments}{overlap}"
 
     @property
     def is_plain(self) -> bool:
         """Whether all gradients of every step are averaged before they are used, or might as well be."""
-        return self.steps == 1 and self.rate == 1 and self.momentum == 0
+        return self.steps == 1 and self.rate == 1 and self.momentum == 0 and not self.overlap
 
 
 def _check(name: str, value: Any, example: float, problem: str, is_right: Any) -> None:
@@ -353,9 +393,42 @@ def check_topology(given: Any, scheme: str) -> None:
 
 
 def join_steps(synchrony: Any) -> int:
-    """Steps from one join of the workers to the next: 1 where weights are joined in every step."""
+    """Steps from one join of the same weights to the next: 1 where all are joined in every step."""
     joined = synchrony_of(synchrony)
     return joined.steps if isinstance(joined, LocalSGD) else 1
+
+
+def join_fragments(synchrony: Any) -> int:
+    """In how many fragments weights are joined in these steps."""
+    joined = synchrony_of(synchrony)
+    return joined.fragments if isinstance(joined, LocalSGD) else 1
+
+
+def hides_joins(synchrony: Any) -> bool:
+    """Whether weights are sent while the step after the one in which they are due computes."""
+    joined = synchrony_of(synchrony)
+    return isinstance(joined, LocalSGD) and bool(joined.overlap)
+
+
+def joined_after(made: int, steps: int, fragments: int = 1) -> int | None:
+    """The fragment that is joined when so many steps have been made, from 1 up; None where none is.
+
+    Fragment p of P is joined after ``(p + 1) * steps // P`` steps of each period: as P is at most ``steps``, no two are
+    joined together, and the last one ends the period.
+    """
+    place = (made - 1) % steps + 1
+    count = -(-place * fragments // steps)  # of the fragments that are joined up to there, this one included
+    return count - 1 if count * steps // fragments == place else None
+
+
+def check_fragments(synchrony: Any, layers: int) -> None:
+    """Raise ValueError for more fragments than a model has layers with trained weights."""
+    fragments = join_fragments(synchrony)
+    if fragments > max(layers, 1):
+        raise ValueError(
+            f"Each fragment has the weights of a layer at least. Received: fragments={fragments}, for a model of "
+            f"{layers} layers with trained weights. Try fragments={max(layers, 1)}."
+        )
 
 
 def check_together(topology: Any, synchrony: Any, compression: Any) -> None:
@@ -386,4 +459,9 @@ def check_together(topology: Any, synchrony: Any, compression: Any) -> None:
         raise ValueError(
             f"Neighbours have no weights in common that an outer step starts from. Received: topology={topology!r}, "
             f"synchrony={synchrony!r}. Try synchrony='{LocalSGD.name}:{joined.steps}'."
+        )
+    if isinstance(found, Gossip) and (join_fragments(joined) > 1 or hides_joins(joined)):
+        raise ValueError(
+            f"Neighbours average all of their weights, those of this step. Received: topology={topology!r}, "
+            f"synchrony={synchrony!r}. Try fragments=1 and overlap=False, or topology={DIRECT!r}."
         )

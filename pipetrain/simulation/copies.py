@@ -95,20 +95,21 @@ class Copies:
             step_s /= min(self._devices, joined.ahead(self._devices) + 1)
         weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster, servers)
         # What messages have lacked so far, beside the gradients that arrive of all at once.
-        kept = 0 if compression is None else int(compression.error_feedback) + 1
+        kept, at_once = (0, 0) if compression is None else (int(compression.error_feedback), 1)
         if isinstance(topology, Gossip):  # the worker's own, and those that arrive
             kept += 1 + max(map(len, topology.neighbours(self._devices)))
-        elif isinstance(joined, LocalSGD):  # the weights before, the momentum, how far they moved
-            kept += 2 + bool(joined.momentum)
+        elif isinstance(joined, LocalSGD):
+            # The weights before, the momentum, and how far they moved; sums that wait until the step has computed.
+            kept, at_once = kept + 1 + bool(joined.momentum), at_once + 1 + bool(joined.overlap)
         elif isinstance(joined, Stale):  # the gradients that wait, and the weights that the forward reads
             kept += 2
-        held_bytes = kept * weights_bytes
+        held_bytes = kept * weights_bytes + at_once * setting.joined_bytes
         if isinstance(joined, Asynchronous):  # the weights that it has read, and what a whole minibatch computes
             training = self._training._replace(jit_compile=False, gathers=True)  # which all devices together do
             alone, whole = (everywhere(self._profile, n, self._cluster, training) for n in (1, self._devices))
             held_bytes += weights_bytes + alone.fullest_bytes - whole.fullest_bytes
         if name != SERVING:  # what comes from other processes is added beside the device's own gradients
-            return self._way(scheme, step_s, -int(held_bytes + (not self._shares_memory) * weights_bytes))
+            return self._way(scheme, step_s, -int(held_bytes + (not self._shares_memory) * setting.joined_bytes))
         elsewhere_bytes = self._training.slots * (weights_bytes - own_bytes)
         if self._shares_memory:
             return self._way(scheme, step_s, int(elsewhere_bytes + weights_bytes - held_bytes - own_bytes))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipetrain.plan.cluster import Cluster
 from pipetrain.schemes.arguments import checked_count
-from pipetrain.schemes.synchrony import RING, Gossip
+from pipetrain.schemes.synchrony import RING, Gossip, joined_after
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.kernel import Kernel, varying
 from pipetrain.simulation.simulated_trace import trace_of_devices
@@ -38,11 +38,14 @@ class Setting:
         at_once: whether no variable is updated before all gradients are there, as where their common norm is clipped.
         gradient_bytes: of every variable's gradient where it is compressed: every worker then sends its own to all
             that need the sum. None: gradients are as large as the variables.
-        join_steps: of workers that update weights of their own, the steps after which they send anything; the updates
-            of the steps between are left out. 1: of every step.
+        join_steps: of workers that update weights of their own, the steps after which they send the same weights again;
+            the updates of the steps between are left out. 1: all in every step.
+        fragments: the variables of each fragment of the weights that they then send at one step, see ``LocalSGD``;
+            none: all at once.
         topology: of workers that sum gradients: ``RING``, or ``Gossip``, whose workers send weights to their
             neighbours alone; None: each sends to all others.
-        is_stale: whether gradients are sent and applied while the next step computes, by the weights before.
+        is_stale: whether gradients are sent and applied while the next step computes, by the weights before; or, of
+            workers that update weights of their own, what is due in a step is.
 
     Raises ValueError for counts below 1, more servers than workers, and times and sizes that are negative or infinite.
     """
@@ -58,6 +61,7 @@ class Setting:
     at_once: bool = False
     gradient_bytes: tuple[int, ...] | None = None
     join_steps: int = 1
+    fragments: tuple[tuple[int, ...], ...] = ()
     topology: Gossip | str | None = None
     is_stale: bool = False
 
@@ -83,6 +87,28 @@ class Setting:
             return [phase.of(each, self.workload.sizes_bytes) for each in self.workload.on_servers(self.servers)]
         packs = tuple(pack._replace(size_bytes=-(-pack.size_bytes // self.parts)) for pack in phase.packs)
         return [phase._replace(packs=packs)] * self.servers
+
+    def joining(self, *fragment: tuple[int, ...]) -> Setting:
+        """The same workers, who join this fragment of their weights in every step; without one all of them."""
+        return replace(self, join_steps=1, fragments=fragment)
+
+    def joined_after(self, made: int) -> int | None:
+        """The fragment that is sent in the step with which so many have been made; None where none is."""
+        return joined_after(made - self.is_stale, self.join_steps, max(1, len(self.fragments)))
+
+    def sent(self, plan: Plan, fragment: int | None) -> Plan:
+        """What is sent of a plan in a step that joins this fragment, or none."""
+        if fragment is None:
+            return ALONE
+        if not self.fragments:
+            return plan
+        return plan._replace(pushes=plan.pushes.of({*self.fragments[fragment]}, self.workload.sizes_bytes))
+
+    @property
+    def joined_bytes(self) -> int:
+        """The bytes of the weights that are joined at one step, at most."""
+        sizes = self.workload.sizes_bytes
+        return max((sum(sizes[n] for n in each) for each in self.fragments), default=sum(sizes))
 
     def pushed_bytes(self, pack: Pack) -> float:
         """The bytes of a worker's gradients of a pack, as it sends them."""
@@ -124,16 +150,16 @@ def simulate_plan(setting: Setting, plan: Plan, minibatches: int = 8, slowdown: 
 
 def programs_of(setting: Setting, plan: Plan, steps: int) -> list[StepProgram]:
     """Of each step: the first one has nothing late of another before, the last one sends no rows for another."""
-    made: dict[tuple[bool, bool, bool], StepProgram] = {}
+    made: dict[tuple[bool, bool, int | None], StepProgram] = {}
     programs = []
     for step in range(steps):
         has_late, has_next = (
             step > 0 and (setting.is_stale or bool(plan.late.packs)),
             step + 1 < steps and setting.input_bytes > 0,
         )
-        key = has_late, has_next, (step + 1) % setting.join_steps == 0
+        key = has_late, has_next, setting.joined_after(step + 1)
         if key not in made:
-            made[key] = _ExchangeStep(setting, plan if key[2] else ALONE, has_late, has_next).program
+            made[key] = _ExchangeStep(setting, setting.sent(plan, key[2]), has_late, has_next).program
         programs.append(made[key])
     return programs
 

@@ -18,7 +18,10 @@ from pipetrain.schemes.synchrony import (
     LocalSGD,
     Stale,
     Synchrony,
+    check_fragments,
     check_together,
+    hides_joins,
+    join_fragments,
     join_steps,
     synchrony_of,
     topology_of,
@@ -71,8 +74,8 @@ def simulate_order(
         topology: of ``all-reduce``: who sends to whom.
         options: of ``simulate_plan``.
 
-    Raises ValueError for an order or servers that the scheme does not have, more servers than workers, and more workers
-    than rows.
+    Raises ValueError for an order or servers that the scheme does not have, more servers than workers, more workers
+    than rows, and more fragments of weights than blocks that have some.
     """
     check_order(order, scheme)
     check_servers(servers, scheme)
@@ -82,6 +85,7 @@ def simulate_order(
             f"synchrony={synchrony!r}. Try synchrony='stale:1', or PipelineModel.explain, which estimates it."
         )
     setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers, compression, synchrony, topology)
+    check_fragments(synchrony, len(setting.workload.trained))
     plan = auto(setting) if order == AUTO else ORDERS[order](setting.workload, setting.serves)
     minibatches = checked_count("minibatches", minibatches, COUNTED, 8)
     if (period := setting.join_steps) > 1:
@@ -131,8 +135,9 @@ def setting_of(
         gradient_bytes=gradient_bytes,
         at_once=isinstance(joining, LocalSGD) or isinstance(sends, Gossip),
         join_steps=join_steps(joining),
+        fragments=workload.fragments(join_fragments(joining)),
         topology=sends,
-        is_stale=isinstance(joining, Stale),
+        is_stale=isinstance(joining, Stale) or hides_joins(joining),
     )
 
 
@@ -221,12 +226,13 @@ def auto(setting: Setting) -> Plan:
 
 
 def mean_step_s(setting: Setting, plan: Plan) -> float:
-    """The seconds of a step, of those in which all is sent and of those between."""
-    joining_s = simulate_plan(replace(setting, join_steps=1), plan, STEPS).step_s
-    if setting.join_steps == 1:
-        return joining_s
-    alone_s = simulate_plan(replace(setting, join_steps=2 * STEPS), plan, STEPS).step_s
-    return (joining_s + (setting.join_steps - 1) * alone_s) / setting.join_steps
+    """The seconds of a step, of those in which a fragment or all is sent and of those between."""
+    joining = [setting.joining(each) for each in setting.fragments] or [setting.joining()]
+    joining_s = [simulate_plan(each, plan, STEPS).step_s for each in joining]
+    between = setting.join_steps - len(joining_s)
+    alone = replace(setting.joining(), join_steps=2 * STEPS)
+    alone_s = simulate_plan(alone, plan, STEPS).step_s if between else 0.0
+    return (sum(joining_s) + between * alone_s) / setting.join_steps
 
 
 def near(setting: Setting) -> dict[Plan, float]:

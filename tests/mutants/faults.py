@@ -461,6 +461,13 @@ COMPUTE = [
         "A stale gradient is made with the weights from before the gradient that waits.",
     ),
     Fault(
+        "fragments-left-apart",
+        "pipetrain/compute/transfers/outer_step.py",
+        "if not (self.unites and each == exchanged)]",
+        "if not self.unites or exchanged is None]",
+        "A drain joins the fragments that the last step has not joined, too.",
+    ),
+    Fault(
         "own-weights-after-a-drain",
         "pipetrain/compute/transfers/outer_step.py",
         "value = tf.where(there, mine.value.read_value(), variable.value.read_value())",

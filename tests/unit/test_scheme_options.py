@@ -236,6 +236,12 @@ def test_a_compression_is_told_with_all_that_is_not_the_default():
     assert told == "top-k:0.1, error_feedback=False, warm_up=100"
 
 
+def test_local_steps_are_told_with_all_that_is_not_the_default():
+    made = pipetrain.LocalSGD(8), pipetrain.LocalSGD(8, fragments=4), pipetrain.LocalSGD(8, 0.7, 0.9, 4)
+    assert [*map(str, made)] == ["local:8", "local:8, fragments 4", "local:8, rate 0.7, momentum 0.9, fragments 4"]
+    assert str(pipetrain.LocalSGD(8, overlap=True)) == "local:8, overlap, mixing 0.5"
+
+
 def test_no_compression_is_one_value():
     assert pipetrain.OneFOneB(compression="none", replica_compression="none") == pipetrain.OneFOneB()
     assert pipetrain.AllReduce(compression="none") == pipetrain.AllReduce()

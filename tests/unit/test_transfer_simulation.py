@@ -18,7 +18,7 @@ from pipetrain.plan.cluster import SHARED_MEMORY, Cluster, Level, Link
 from pipetrain.plan.profile import BlockProfile, Coding, Profile
 from pipetrain.schemes.compression import Compression
 from pipetrain.schemes.options import AllReduce, CodedReduce, ParameterServer
-from pipetrain.schemes.synchrony import Gossip
+from pipetrain.schemes.synchrony import Gossip, LocalSGD, joined_after
 from pipetrain.schemes.table import TRANSFERRING
 from pipetrain.schemes.transfers.caramel import step_s
 from pipetrain.schemes.transfers.orders import ORDERS, orders
@@ -437,6 +437,8 @@ def test_simulate_order_is_public():
         pipetrain.simulate_order(profiled(), "parameter-server", 2, hosts, "caramel")
     with pytest.raises(ValueError, match=r"65 workers, batch_size=64"):
         pipetrain.simulate_order(profiled(), "all-reduce", 65, hosts)
+    with pytest.raises(ValueError, match=r"fragments=9, for a model of 4 layers .*Try fragments=4"):
+        pipetrain.simulate_order(profiled(4), "all-reduce", 2, hosts, synchrony=LocalSGD(9, fragments=9))
     with pytest.raises(ValueError, match=r"Servers are workers too.*servers=3, workers=2"):
         Setting(Workload.chain([1], [1.0]), 2, True, hosts, servers=3)
     with pytest.raises(ValueError, match=r"caller_s=-1"):
@@ -458,7 +460,10 @@ def test_schemes_with_ordered_transfers_are_compared_beside_the_others():
 
 
 @pytest.mark.parametrize("minibatches", [4, 50])
-@pytest.mark.parametrize("synchrony", ["local:2", "local:8", "stale:1", None])
+@pytest.mark.parametrize(
+    "synchrony",
+    ["local:2", "local:8", LocalSGD(8, fragments=3), LocalSGD(8, fragments=3, overlap=True), "stale:1", None],
+)
 def test_a_trace_tells_the_seconds_by_which_ways_are_compared(synchrony, minibatches, tmp_path):
     """Of workers that join their weights after some steps those of whole periods, however many are simulated."""
     hosts, way = joined(4e-7, 1e-4), AllReduce("none", synchrony=synchrony)
@@ -480,6 +485,12 @@ def test_a_comparison_has_what_fits_with_the_options_that_it_is_given():
     assert plain < own and [*compare(profiled(), 2, ["all-reduce"], tight).traces] == ["all-reduce"]
     for ways, options in (([way], {}), (["all-reduce"], {"synchrony": "local:8"})):
         assert "no cut fits" in str(compare(profiled(), 2, ways, tight, **options))
+    ways = [AllReduce(synchrony=LocalSGD(8, fragments=count)) for count in (1, 2, 4)]
+    ways.append(AllReduce(synchrony=LocalSGD(8, fragments=4, overlap=True)))
+    one, two, four, later = (Chooser(profiled(4), 2, hosts).of(each)[0].memory_bytes for each in ways)
+    weights_bytes = sum(block.weight_bytes for block in profiled(4).blocks)
+    assert one - two == 2 * weights_bytes // 2 and one - four == 2 * weights_bytes * 3 // 4  # what is sent, and comes
+    assert later - four == weights_bytes // 4
 
 
 def test_workers_at_their_own_pace_are_estimated_by_how_far_they_may_be_ahead():
@@ -646,13 +657,50 @@ def test_steps_of_each_topology_take_what_they_send():
         assert mean_step_s(setting, ORDERS["none"](workload, False)) == pytest.approx(2 + 4000 * times)
 
 
-@given(workloads(), st.integers(2, 4))
-def test_workers_that_join_their_weights_send_in_the_last_of_so_many_steps(workload, steps):
-    setting = set_up(workload, serves=False, join_steps=steps)
+@given(workloads(), st.integers(2, 5), st.integers(1, 5))
+def test_workers_that_join_their_weights_send_each_fragment_once_in_so_many_steps(workload, steps, fragments):
+    """The only one, or the last of them, at the end of a period; while the next step computes, a step later."""
+    parts = workload.fragments(min(steps, fragments))
+    setting = set_up(workload, serves=False, join_steps=steps, fragments=parts)
     trace = simulate_plan(setting, ORDERS["layerwise"](workload, False), 2 * steps)
-    sending = {*trace.transfers[trace.transfers.size_bytes > 0].microbatch.tolist()}
-    assert sending <= {steps - 1, 2 * steps - 1}
-    assert trace.transfers.size_bytes.sum() == 2 * 2 * sum(workload.sizes_bytes[n] for n in workload.owner)
-    slow = replace(setting, join_steps=1)
-    plan = ORDERS["layerwise"](workload, False)
-    assert mean_step_s(setting, plan) <= mean_step_s(slow, plan) * (1 + 1e-9)
+    sent = [int(trace.transfers.size_bytes[trace.transfers.microbatch == step].sum()) for step in range(2 * steps)]
+    expected = [0] * steps
+    for n, each in enumerate(parts, 1):
+        expected[n * steps // len(parts) - 1] = 2 * sum(workload.sizes_bytes[k] for k in each)
+    assert sent == 2 * expected and sum(expected) == 2 * sum(workload.sizes_bytes[n] for n in workload.owner)
+    assert trace.period == steps and setting.joined_bytes == max(expected) / 2
+    plan, later = ORDERS["layerwise"](workload, False), replace(setting, is_stale=True)
+    assert mean_step_s(setting, plan) <= mean_step_s(setting.joining(), plan) * (1 + 1e-9)
+    assert mean_step_s(later, plan) <= mean_step_s(setting, plan) * (1 + 1e-9)
+    trace = simulate_plan(later, plan, 2 * steps + 1)
+    sent = [int(trace.transfers.size_bytes[trace.transfers.microbatch == step].sum()) for step in range(2 * steps + 1)]
+    assert sent == [0, *2 * expected]
+
+
+@given(st.integers(1, 40), st.data())
+def test_fragments_are_joined_one_at_a_step_and_evenly(steps, data):
+    fragments = data.draw(st.integers(1, steps))
+    joined = [joined_after(made, steps, fragments) for made in range(1, 2 * steps + 1)]
+    assert joined[:steps] == joined[steps:] and joined[steps - 1] == fragments - 1
+    places = [place for place, each in enumerate(joined) if each is not None]
+    assert [joined[place] for place in places] == [*range(fragments)] * 2
+    between = {later - earlier for earlier, later in itertools.pairwise(places)}
+    assert between <= {steps // fragments, -(-steps // fragments)}
+
+
+@given(workloads(), st.integers(1, 9))
+def test_fragments_divide_layers_in_turn_and_about_evenly(workload, count):
+    """Of layers of one size as the source's strided fragments."""
+    owned = [workload.owned[k] for k in workload.trained]
+    parts = workload.fragments(count)
+    fragment_of = {n: part for part, each in enumerate(parts) for n in each}
+    assert len(parts) == count and sorted(n for each in parts for n in each) == sorted(workload.owner)
+    of_layers = [fragment_of[layer[0]] for layer in owned]
+    assert all({fragment_of[n] for n in layer} == {part} for layer, part in zip(owned, of_layers, strict=True))
+    turns = [of_layers[first : first + count] for first in range(0, len(owned), count)]
+    assert all(len({*turn}) == len(turn) for turn in turns)
+    sizes_bytes = [sum(workload.sizes_bytes[n] for n in each) for each in parts]
+    largest_bytes = max((sum(workload.sizes_bytes[n] for n in layer) for layer in owned), default=0)
+    assert max(sizes_bytes) - min(sizes_bytes) <= largest_bytes
+    alike = Workload.chain([8] * 7, [1.0] * 7)
+    assert alike.fragments(3) == ((0, 3, 6), (1, 4), (2, 5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import inside
 import keras
 import networks
@@ -13,8 +15,10 @@ from checkpointed import run as checkpointed
 from transfer_models import convolutional, words
 
 import pipetrain
+from pipetrain.compute.transfers.step import TransferStep
 from pipetrain.schemes.synchrony import LocalSGD
 from pipetrain.schemes.transfers.plan import Pack, Phase, Plan
+from pipetrain.simulation.data_parallel import simulate_plan
 
 DEVICES = ("CPU:0", "CPU:1", "CPU:2")
 DATA = networks.data(70)
@@ -30,29 +34,62 @@ def trained(synchrony=None, data=DATA, make=networks.small, optimizer=None, devi
     return pm.get_weights()
 
 
-def test_weights_are_those_of_a_straight_line_of_numpy():
-    """A layer without a bias, two devices, the mean squared error, SGD, joined after two steps of six in an epoch."""
+@pytest.mark.parametrize(
+    ("steps", "joined", "mixing"),
+    [
+        pytest.param(3, {3: [0, 1]}, None, id="whole"),
+        pytest.param(3, {1: [0], 3: [1]}, None, id="two fragments"),
+        pytest.param(4, {2: [0], 4: [1]}, None, id="none is joined last", marks=pytest.mark.wide),
+        pytest.param(3, {1: [0], 3: [1]}, 0.25, id="a step later"),
+        pytest.param(3, {3: [0, 1]}, 0.0, id="whole a step later", marks=pytest.mark.wide),
+    ],
+)
+def test_weights_are_those_of_a_straight_line_of_numpy(steps, joined, mixing):
+    """Two layers without biases, two devices, the mean squared error, SGD; seven steps in an epoch, whose end drains.
+
+    ``joined`` has the layers that are joined, by the step of each period; a drain joins those that the last step has
+    not. With a ``mixing`` that is by the weights that the next step begins with, whose own are then mixed.
+    """
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(48, 8)).astype("float32"), rng.normal(size=(48, 4)).astype("float32")
-    layer = keras.layers.Dense(4, use_bias=False)
-    model = keras.Sequential([keras.Input((8,)), layer])
-    before, rate = layer.get_weights()[0].astype(np.float64), 0.1
-    options = LocalSGD(steps=2, rate=0.7, momentum=0.5)
+    x, y = rng.normal(size=(56, 8)).astype("float32"), rng.normal(size=(56, 4)).astype("float32")
+    layers = [keras.layers.Dense(6, use_bias=False), keras.layers.Dense(4, use_bias=False)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    before, rate = [layer.get_weights()[0].astype(np.float64) for layer in layers], 0.1
+    later = {} if mixing is None else {"overlap": True, "mixing": mixing}
+    options = LocalSGD(steps=steps, rate=0.7, momentum=0.5, fragments=len(joined), **later)
     way = pipetrain.AllReduce(order="none", synchrony=options)
     pm = pipetrain.PipelineModel(model, scheme=way, devices=DEVICES[:2])
     pm.compile(keras.optimizers.SGD(rate), "mse")
     pm.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-    own, momentum = [before, before], 0.0
-    for step, first in enumerate([*range(0, 48, 8)] * 2):
-        for worker in range(2):
-            rows = slice(first + 4 * worker, first + 4 * worker + 4)
-            own[worker] = own[worker] - rate * x[rows].T @ (x[rows] @ own[worker] - y[rows]) * 2 / (4 * 4)
-        if step % 2:
-            moved = before - sum(own) / 2
-            momentum = 0.5 * momentum + moved
-            before = before - 0.7 * (moved + 0.5 * momentum)
-            own = [before, before]
-    np.testing.assert_allclose(layer.get_weights()[0], before, rtol=1e-4, atol=1e-6)
+    own, momentum = [[*before] for _ in range(2)], [0.0, 0.0]
+
+    def join(layers, moving):
+        for n in layers:
+            moved = before[n] - sum(each[n] for each in moving) / 2
+            momentum[n] = 0.5 * momentum[n] + moved
+            before[n] = before[n] - 0.7 * (moved + 0.5 * momentum[n])
+
+    def take(layers, mixing):
+        for n, each in itertools.product(layers, own):
+            each[n] = mixing * each[n] + (1 - mixing) * before[n]
+
+    for step in [*range(1, 8)] * 2:
+        made = step if mixing is None else step - 1
+        due = joined.get((made - 1) % steps + 1, []) if made else []
+        begun = [[*each] for each in own]
+        for worker, (first, second) in enumerate(own):
+            rows = slice(8 * step + 4 * worker - 8, 8 * step + 4 * worker - 4)
+            hidden = x[rows] @ first
+            error = (hidden @ second - y[rows]) * 2 / (4 * 4)
+            own[worker] = [first - rate * x[rows].T @ error @ second.T, second - rate * hidden.T @ error]
+        join(due, own if mixing is None else begun)
+        take(due, mixing or 0.0)
+        if step == 7:
+            apart = [n for n in range(2) if n not in due or mixing]
+            join(apart, own)
+            take(apart, 0.0)
+    for layer, expected in zip(layers, before, strict=True):
+        np.testing.assert_allclose(layer.get_weights()[0], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_an_average_after_every_step_is_no_other_training():
@@ -86,10 +123,60 @@ def test_rows_of_embeddings_are_updated_by_each_worker():
     networks.assert_close(weights, trained(None, data, words, keras.optimizers.SGD(0.05), rows=15))
 
 
+@pytest.mark.parametrize(
+    ("synchrony", "joined"),
+    [
+        (LocalSGD(4, 0.7, 0.9, 2), [None, 0, None, 1] * 2),
+        (LocalSGD(3, 0.7, 0.9, 3), [0, 1, 2] * 2),
+        (LocalSGD(4, 0.7, 0.9, 2, overlap=True, mixing=0), [None, None, 0, None, 1, None, 0, None]),
+    ],
+    ids=str,
+)
+def test_a_step_joins_one_fragment_and_changes_its_residuals_alone(synchrony, joined, monkeypatch):
+    """And sends its bytes alone, those that the simulator says of the same plan."""
+    keras.utils.set_random_seed(0)
+    options = {"synchrony": synchrony, "compression": "int4", "order": "layerwise"}
+    pm = networks.in_way(networks.small(), scheme="all-reduce", devices=DEVICES, **options)
+    pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy())
+    pm.exact_trace, alike, changed, residuals = True, [], [], {}
+    strategy, step = inside.strategy(pm), TransferStep.__call__
+
+    def looked_at(*arguments, **settings):
+        """Note which weights are the same on all workers after the step, and the residuals that it has changed."""
+        made = step(*arguments, **settings)
+        weights = zip(*([each.numpy() for each in mine.variables] for mine in strategy._weights), strict=True)
+        alike.append({n for n, (first, *others) in enumerate(weights) if all((first == o).all() for o in others)})
+        of = {id(each): n for n, each in enumerate(strategy._segment.trainable_variables)}
+        found = {(of[id(each.weight)], each.kind): each.variable.numpy() for each in strategy._compressor.slots()}
+        changed.append({key[0] for key, value in found.items() if (value != residuals.get(key, 0)).any()})
+        residuals.update(found)
+        return made
+
+    monkeypatch.setattr(TransferStep, "__call__", looked_at)
+    x, y = networks.data(15 * len(joined))
+    pm.fit(x, y, batch_size=15, epochs=1, shuffle=False, verbose=0)
+    numbers = {None: set(), **{n: {*each} for n, each in enumerate(strategy._outer.fragments)}}
+    assert sorted(n for each in numbers.values() for n in each) == [*range(len(strategy._segment.trainable_variables))]
+    assert alike == [numbers[fragment] for fragment in joined]
+    for fragment, each in zip(joined, changed, strict=True):
+        assert each <= numbers[fragment] and bool(each) == (fragment is not None)
+    sizes = strategy._gradient_bytes()
+    expected = [6 * sum(sizes[n] for n in numbers[fragment]) for fragment in joined]  # each worker sends to two others
+    assert sent_bytes(pm.trace, len(joined)) == expected and pm.trace.period == synchrony.steps
+    assert sent_bytes(simulate_plan(strategy._setting(15), strategy.plan, len(joined)), len(joined)) == expected
+
+
+def sent_bytes(trace, steps):
+    """Of each step."""
+    return [int(trace.transfers.size_bytes[trace.transfers.microbatch == step].sum()) for step in range(steps)]
+
+
 @pytest.mark.parametrize("compression", [None, pytest.param("int4", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("fragments", [{}, {"fragments": 2}, {"fragments": 2, "overlap": True}])
 @pytest.mark.wide
-def test_a_run_that_is_stopped_goes_on_bitwise(compression, tmp_path):
-    synchrony = LocalSGD(steps=2, rate=0.7, momentum=0.9)
+def test_a_run_that_is_stopped_goes_on_bitwise(fragments, compression, tmp_path):
+    """Checkpoints every four steps are in the midst of periods of three."""
+    synchrony = LocalSGD(steps=3, rate=0.7, momentum=0.9, **fragments)
     way = {"scheme": "all-reduce", "devices": DEVICES, "order": "none", "synchrony": synchrony}
     way["compression"] = compression
     assert_goes_on_bitwise(tmp_path, **way)
@@ -183,9 +270,15 @@ def test_what_cannot_be_is_refused():
         networks.in_way(networks.small(), scheme="parameter-server", synchrony="local:2")
     with pytest.raises(ValueError, match="Unknown synchrony"):
         pipetrain.AllReduce(synchrony="seldom")
-    for wrong in ({"steps": 0}, {"rate": 0}, {"momentum": 1.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            LocalSGD(**wrong)
+    wrong = [{"steps": 0}, {"rate": 0}, {"momentum": 1.0}, {"fragments": 0}, {"fragments": 9, "steps": 8}]
+    wrong += [{"overlap": "late"}, {"mixing": 1.0, "overlap": True}]
+    for options in wrong:
+        with pytest.raises(ValueError, match=f"Received: {next(iter(options))}=.*Try {next(iter(options))}="):
+            LocalSGD(**options)
+    with pytest.raises(ValueError, match=r"mixing=0.2, overlap=False. Try overlap=True"):
+        LocalSGD(mixing=0.2)
+    with pytest.raises(ValueError, match=r"fragments=5, for a model of 3 layers .*Try fragments=3"):
+        trained(LocalSGD(8, fragments=5))
     late = Plan(Phase(), Phase((Pack((0, 1, 2, 3), 4),)), Phase((Pack((4, 5), 4),)))
     with pytest.raises(ValueError, match="nothing late"):
         trained("local:2", order=late)

@@ -269,6 +269,9 @@ def test_what_cannot_be_is_refused():
             pipetrain.AllReduce(topology=topology, compression="int8")
     with pytest.raises(ValueError, match=r"outer step.*Try synchrony='local:8'"):
         pipetrain.AllReduce(topology="gossip", synchrony=pipetrain.LocalSGD(8, 0.7, 0.9))
+    for options in ({"fragments": 2}, {"overlap": True}):
+        with pytest.raises(ValueError, match=r"topology='gossip'.*fragments=.*Try fragments=1 and overlap=False"):
+            pipetrain.AllReduce(topology="gossip", synchrony=pipetrain.LocalSGD(8, **options))
     for graph, problem in (
         (((1,), ()), "know each other"),
         (((0,),), "know each other"),

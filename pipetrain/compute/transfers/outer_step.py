@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipetrain.compute.optimizer.slots import OptimizerPart, Slot
 from pipetrain.compute.transfers.compression import zeros_of
 from pipetrain.compute.transfers.message import Gradients, Order, in_order, mixed, sent
 from pipetrain.compute.transfers.weights import Weights
-from pipetrain.schemes.synchrony import Gossip, LocalSGD
+from pipetrain.schemes.synchrony import Gossip, LocalSGD, joined_after
 
 # An order of transfers, and what devices have, to the sums on each.
 Reduce = Callable[[Order, Sequence[tuple[str, Gradients]], Gradients], list[Any]]
@@ -27,17 +28,23 @@ class OwnWeights:
 
     Args:
         weights: of every worker.
-        steps: of each worker until they exchange weights.
+        steps: of each worker until they exchange the same weights again.
+        fragments: the numbers of the weights that are exchanged at one step, see ``LocalSGD``; None: all at once.
 
-    ``unites``: whether all workers have the same weights after an exchange.
+    ``unites``: whether all workers have the same weights after a drain. ``overlaps``: whether an exchange is of the
+    weights with which a step begins, and changes those with which it ends.
     """
 
     unites: bool
+    overlaps = False
 
-    def __init__(self, weights: Sequence[Weights], steps: int) -> None:
+    def __init__(
+        self, weights: Sequence[Weights], steps: int, fragments: Sequence[Sequence[int]] | None = None
+    ) -> None:
         self.steps, self._weights = steps, list(weights)
-        with tf.device(weights[0].device):
-            self._apart = tf.Variable(0, dtype=tf.int64, trainable=False)  # steps since the model had the weights
+        self.fragments = [[*range(len(weights[0].variables))]] if fragments is None else [[*each] for each in fragments]
+        with tf.device(weights[0].device):  # of each fragment the steps since the model had the weights
+            self._steps_apart = [tf.Variable(0, dtype=tf.int64, trainable=False) for _ in self.fragments]
 
     def steps_before(self, updates: int) -> int:
         """The steps towards the next exchange that were made when the model had so many updates.
@@ -45,6 +52,20 @@ class OwnWeights:
         A drain is an exchange where this ``unites``; else every ``steps``-th update is one, whatever drains there are.
         """
         return 0 if self.unites else updates
+
+    def due(self, made: int, apart: Collection[int]) -> int | None:
+        """The fragment that is exchanged in the step with which so many have been made, None where none is.
+
+        ``apart`` are those of which workers have different weights before it.
+        """
+        if not self.overlaps:
+            return joined_after(made, self.steps, len(self.fragments))
+        found = joined_after(made - 1, self.steps, len(self.fragments))
+        return found if found in apart else None  # at a drain it may have been joined already
+
+    def apart_after(self, exchanged: int | None) -> list[int]:
+        """The fragments that ``apart`` gives after a step in whose end this one was exchanged."""
+        return [each for each, _ in enumerate(self.fragments) if not (self.unites and each == exchanged)]
 
     def _zeros(self, weights: Weights) -> list[keras.Variable]:
         with tf.device(weights.device):
@@ -61,22 +82,22 @@ class OwnWeights:
         """What is kept from step to step, as slots of the weights."""
         raise NotImplementedError
 
-    def exchange(self, order: Order, reduce: Reduce) -> None:
-        """Within a function: what workers do after so many steps, by ``reduce``, which sums for every worker."""
+    def exchange(self, fragment: int, order: Order, reduce: Reduce) -> Callable[[], None]:
+        """Within a function: send a fragment, by ``reduce``, which sums for every worker; gives what then joins it."""
         raise NotImplementedError
 
-    def settle(self, order: Order, reduce: Reduce) -> None:
-        """Within a function: the weights that ``stored`` gives are those of all steps so far."""
+    def settle(self, fragment: int, order: Order, reduce: Reduce) -> None:
+        """Within a function: a fragment's weights that ``stored`` gives are those of all steps so far."""
         raise NotImplementedError
 
     def stored(self) -> list[tf.Tensor]:
-        """The model's weights, after ``settle``."""
+        """The model's weights, after each fragment that is ``apart`` has been settled."""
         raise NotImplementedError
 
     @property
-    def is_apart(self) -> bool:
-        """Whether workers have made steps that the weights which are stored do not know."""
-        return int(self._apart.numpy()) > 0
+    def apart(self) -> list[int]:
+        """The fragments of which workers have made steps that the weights which are stored do not know."""
+        return [each for each, steps in enumerate(self._steps_apart) if int(steps.numpy()) > 0]
 
     def take_slots(self) -> None:
         """Let all workers' optimizers have what the first one has gathered: they have not been at work yet."""
@@ -92,7 +113,8 @@ class OwnWeights:
     def begin(self) -> None:
         """All workers have the weights of the model, and of what they have in common that of the first."""
         with tf.device(self._weights[0].device):
-            self._apart.assign(0)
+            for steps in self._steps_apart:
+                steps.assign(0)
         for weights in self._weights[1:]:
             for part, first in zip(parts_of(weights), parts_of(self._weights[0]), strict=True):
                 with tf.device(weights.device):
@@ -102,11 +124,12 @@ class OwnWeights:
     def stepped(self) -> None:
         """Within a function: every worker has updated its own weights."""
         with tf.device(self._weights[0].device):
-            self._apart.assign_add(1, read_value=False)
+            for steps in self._steps_apart:
+                steps.assign_add(1, read_value=False)
 
-    def _settled(self) -> None:
+    def _settled(self, fragment: int) -> None:
         with tf.device(self._weights[0].device):
-            self._apart.assign(0, read_value=False)
+            self._steps_apart[fragment].assign(0, read_value=False)
 
 
 class OuterStep(OwnWeights):
@@ -115,13 +138,14 @@ class OuterStep(OwnWeights):
     Args:
         options: when, and by which step.
         weights: of every worker.
+        fragments: the numbers of the weights that are joined at one step.
     """
 
     unites = True
 
-    def __init__(self, options: LocalSGD, weights: Sequence[Weights]) -> None:
-        super().__init__(weights, options.steps)
-        self._options = options
+    def __init__(self, options: LocalSGD, weights: Sequence[Weights], fragments: Sequence[Sequence[int]]) -> None:
+        super().__init__(weights, options.steps, fragments)
+        self._options, self.overlaps = options, options.overlap
         self._before = [self._zeros(each) for each in weights]  # as all workers had them after the last join
         self._momenta = [self._zeros(each) for each in weights] if options.momentum else []
 
@@ -145,33 +169,49 @@ class OuterStep(OwnWeights):
         """Those of the first worker, as all have them."""
         return self._weights[0].stored()
 
-    def settle(self, order: Order, reduce: Reduce) -> None:
-        """A join, as after so many steps."""
-        self.exchange(order, reduce)
+    def apart_after(self, exchanged: int | None) -> list[int]:
+        """Mixed weights are apart, too."""
+        return super().apart_after(None if self._mixing else exchanged)
 
-    def exchange(self, order: Order, reduce: Reduce) -> None:
+    @property
+    def _mixing(self) -> float:
+        """Of a worker's own weights in what it goes on from."""
+        return self._options.mixing if self.overlaps else 0.0
+
+    def settle(self, fragment: int, order: Order, reduce: Reduce) -> None:
+        """A join, as after so many steps, without mixing."""
+        self._join(fragment, 0.0, self._sums(fragment, order, reduce))
+
+    def exchange(self, fragment: int, order: Order, reduce: Reduce) -> Callable[[], None]:
         """The outer step."""
-        self._settled()
-        like = dict(enumerate(specs(self._weights[0].variables)))
+        return partial(self._join, fragment, self._mixing, self._sums(fragment, order, reduce))
+
+    def _sums(self, fragment: int, order: Order, reduce: Reduce) -> list[Any]:
+        """Of how far all workers have moved, for each of them."""
+        like = {n: each for n, each in enumerate(specs(self._weights[0].variables)) if n in self.fragments[fragment]}
         moved = [
-            (weights.device, self._moved(weights, before))
+            (weights.device, self._moved(weights, before, like))
             for weights, before in zip(self._weights, self._before, strict=True)
         ]
-        for number, sums in enumerate(reduce(order, moved, like)):
+        return reduce(order, moved, like)
+
+    def _join(self, fragment: int, mixing: float, of_workers: Sequence[Any]) -> None:
+        if not mixing:
+            self._settled(fragment)
+        for number, sums in enumerate(of_workers):
             with tf.device(self._weights[number].device):
-                self._apply(number, sums)
+                self._apply(number, sums, mixing)
 
-    def _moved(self, weights: Weights, before: Sequence[keras.Variable]) -> dict[int, tf.Tensor]:
+    def _moved(
+        self, weights: Weights, before: Sequence[keras.Variable], numbers: Iterable[int]
+    ) -> dict[int, tf.Tensor]:
         with tf.device(weights.device):
-            return {
-                n: was.value.read_value() - variable.value.read_value()
-                for n, (was, variable) in enumerate(zip(before, weights.variables, strict=True))
-            }
+            return {n: before[n].value.read_value() - weights.variables[n].value.read_value() for n in numbers}
 
-    def _apply(self, number: int, sums: Mapping[int, Any]) -> None:
+    def _apply(self, number: int, sums: Mapping[int, Any], mixing: float) -> None:
         options, weights, before = self._options, self._weights[number], self._before[number]
-        for n, variable in enumerate(weights.variables):
-            step = sums[n] / len(self._weights)
+        for n in sorted(sums):
+            variable, step = weights.variables[n], sums[n] / len(self._weights)
             if options.momentum:
                 momentum = self._momenta[number][n].value
                 made = options.momentum * momentum.read_value() + step
@@ -179,6 +219,8 @@ class OuterStep(OwnWeights):
                 step += options.momentum * made
             joined = before[n].value.read_value() - options.rate * step
             before[n].value.assign(joined, read_value=False)
+            if mixing:
+                joined = mixing * variable.value.read_value() + (1 - mixing) * joined
             variable.value.assign(joined, read_value=False)
 
 
@@ -235,19 +277,22 @@ class Mixing(OwnWeights):
                     value = tf.where(there, mine.value.read_value(), variable.value.read_value())
                     variable.value.assign(value, read_value=False)
 
-    def exchange(self, order: Order, reduce: Reduce) -> None:
+    def exchange(self, fragment: int, order: Order, reduce: Reduce) -> Callable[[], None]:
         """The average with the neighbours' weights."""
         like = dict(enumerate(specs(self._weights[0].variables)))
         devices = [weights.device for weights in self._weights]
         made = [(device, dict(enumerate(each))) for device, each in zip(devices, self._read(), strict=True)]
-        for weights, sums in zip(self._weights, mixed(order, made, like, self._factors), strict=True):
+        return partial(self._take_averages, mixed(order, made, like, self._factors))
+
+    def _take_averages(self, of_workers: Sequence[Any]) -> None:
+        for weights, sums in zip(self._weights, of_workers, strict=True):
             with tf.device(weights.device):
                 for n, variable in enumerate(weights.variables):
                     variable.value.assign(sums[n], read_value=False)
 
-    def settle(self, order: Order, reduce: Reduce) -> None:
+    def settle(self, fragment: int, order: Order, reduce: Reduce) -> None:
         """Keep every worker's weights, and make the average."""
-        self._settled()
+        self._settled(fragment)
         values = self._read()
         for weights, kept, mine in zip(self._weights, self._kept, values, strict=True):
             with tf.device(weights.device):

@@ -140,12 +140,13 @@ class TransferStep:
                 self._sent.clear()
 
     def __call__(
-        self, rows: Sequence[Rows], pending: bool, records: bool, joins: bool = True
+        self, rows: Sequence[Rows], pending: bool, records: bool, joins: int | None = None
     ) -> tuple[StepResult, list[RecordedMessage]]:
         """One step, and the messages that were recorded if it ``records`` them.
 
-        ``pending`` says whether gradients of the last step are to be applied first, ``joins`` whether workers with
-        weights of their own exchange them in the end.
+        ``pending`` says whether gradients of the last step are to be applied first, ``joins`` which fragment of their
+        weights workers with weights of their own exchange, if any: in the end, or while they compute, see
+        ``OwnWeights``.
         """
         active = tuple(each.worker for each in rows)
         given = [(each.inputs, each.shares) for each in rows]
@@ -169,20 +170,23 @@ class TransferStep:
         """Apply the gradients that the last step has left."""
         self._call(self._apply_late)
 
-    def settle(self) -> None:
-        """The weights that workers with their own store are those of all steps."""
-        self._call(self._settle)
+    def settle(self, fragment: int) -> None:
+        """A fragment's weights that workers with their own store are those of all steps."""
+        self._call(self._settle, fragment)
 
-    def _call(self, body: Callable[[], None]) -> None:
-        """Run this as a function, which is traced once."""
-        if body not in self._functions:
-            self._functions[body] = tf.function(packing_captures(body), autograph=False).get_concrete_function()
-        self._functions[body]()
+    def _call(self, body: Callable[..., None], *given: int) -> None:
+        """Run this as a function, which is traced once for what it is given."""
+        key = body, *given
+        if key not in self._functions:
+            function = tf.function(packing_captures(partial(body, *given)), autograph=False)
+            self._functions[key] = function.get_concrete_function()
+        self._functions[key]()
 
-    def _body(self, active: Sequence[int], pending: bool, joins: bool, given: Sequence[Any]) -> StepResult:
+    def _body(self, active: Sequence[int], pending: bool, joins: int | None, given: Sequence[Any]) -> StepResult:
         pulled = self._pulled(active) if self._is_stale else []
         if pending:
             self._apply_late()
+        begun = self._exchange(joins) if joins is not None and self._outer and self._outer.overlaps else None
         pulled = pulled or self._pulled(active)
         self._tell_begun(active, pulled)
         made = [self._run(worker, weights, *each) for worker, weights, each in zip(active, pulled, given, strict=True)]
@@ -191,8 +195,8 @@ class TransferStep:
         self._keep_assigned(active, made)
         if self._outer is not None:
             self._update_own(active, made, [shares for _, shares in given])
-            if joins:
-                self._exchange(self._outer.exchange)
+            if joins is not None:
+                (begun or self._exchange(joins))()
         else:
             self._push(active, made)
             self._return()
@@ -333,15 +337,22 @@ class TransferStep:
                     count_of(group.optimizer).value.assign_add(1, read_value=False)
         self._outer.stepped()
 
-    def _settle(self) -> None:
+    def _settle(self, fragment: int) -> None:
         assert self._outer is not None
-        self._exchange(self._outer.settle)
+        self._outer.settle(fragment, *self._sending(fragment))
 
-    def _exchange(self, exchange: Callable[[Order, Reduce], None]) -> None:
+    def _exchange(self, fragment: int) -> Callable[[], None]:
+        assert self._outer is not None
+        return self._outer.exchange(fragment, *self._sending(fragment))
+
+    def _sending(self, fragment: int) -> tuple[Order, Reduce]:
+        """How a fragment of workers' own weights is sent."""
+        assert self._outer is not None
         sinks = [worker.device for worker in self._workers]
         every = range(len(self._workers))
-        exchange(
-            Order(self._plan.pushes, "push", self._record),
+        phase = self._plan.pushes.of({*self._outer.fragments[fragment]}, self._sizes_bytes)
+        return (
+            Order(phase, "push", self._record),
             lambda order, moved, like: self._reduced(order, moved, sinks, like, every, late=False),
         )
 

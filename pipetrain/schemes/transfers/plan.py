@@ -103,6 +103,25 @@ class Workload:
         sizes_bytes = [sum(self.sizes_bytes[n] for n in variables) for variables in layers]
         return [sorted(n for k in mine for n in layers[k]) for mine in shared_out(sizes_bytes, count)]
 
+    def fragments(self, count: int) -> tuple[tuple[int, ...], ...]:
+        """The variables of each of so many fragments of the weights: a layer's are in one, and each has layers of all
+        depths.
+
+        Of each ``count`` layers in turn that have variables every fragment is given one, the largest going to the
+        fragment of the fewest bytes so far. Layers of one size are those of Streaming DiLoCo's strided fragments (arXiv
+        2501.18512), layer i in fragment ``i % count``; whatever their sizes, no fragment has more bytes than another by
+        more than the largest layer's. Fragments beyond the number of layers have none.
+        """
+        layers = [self.owned[k] for k in self.trained]
+        sizes_bytes = [sum(self.sizes_bytes[n] for n in variables) for variables in layers]
+        found, held_bytes = [list[int]() for _ in range(count)], [0] * count
+        for first in range(0, len(layers), count):
+            turn = sorted(range(first, min(first + count, len(layers))), key=lambda k: -sizes_bytes[k])
+            for k, fragment in zip(turn, sorted(range(count), key=held_bytes.__getitem__), strict=False):
+                found[fragment] += layers[k]
+                held_bytes[fragment] += sizes_bytes[k]
+        return tuple(tuple(sorted(each)) for each in found)
+
     def pack(self, variables: Sequence[int]) -> Pack:
         """These variables as one message."""
         return Pack(tuple(variables), sum(self.sizes_bytes[n] for n in variables))
