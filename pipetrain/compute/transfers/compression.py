@@ -20,6 +20,7 @@ from pipetrain.compute.functions.weight_binding import any_rows
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.transfers.message import Gradients, MessageLayout, Order, Received, flat, in_order, summed_rows
 from pipetrain.schemes.compression import (
+    VOTE_BITS,
     BFloat16,
     Compression,
     Float16,
@@ -73,6 +74,10 @@ class Codec:
     def sent_bytes(self) -> int:
         """Of a message."""
         return sum(map(size_bytes, self.parts))
+
+    def summed(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        """What messages of several devices bring together."""
+        return in_order(values)
 
     def _lengths(self) -> list[Length]:
         return [(self.count, self.spec.dtype)]
@@ -184,16 +189,52 @@ class SignCodec(Codec):
     def encode(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
         values = tf.cast(flat(value), tf.float32)
-        bits = tf.pad(tf.cast(values >= 0, tf.int32), [[0, -self.count % 8]])
-        numbers = tf.reduce_sum(tf.reshape(bits, [-1, 8]) * BITS, axis=1)
-        return [tf.cast(numbers, tf.uint8), tf.reduce_mean(tf.abs(values))[tf.newaxis]], memory
+        return [_packed(values >= 0, self.count), tf.reduce_mean(tf.abs(values))[tf.newaxis]], memory
 
     def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
         """See ``Codec``."""
         numbers, scale = parts
-        bits = tf.bitwise.bitwise_and(numbers[:, tf.newaxis], tf.constant(BITS, tf.uint8)) > 0
-        signs = tf.where(tf.reshape(bits, [-1])[: self.count], 1.0, -1.0)
+        signs = tf.where(_unpacked(numbers)[: self.count], 1.0, -1.0)
         return tf.cast(signs * scale, self.spec.dtype)
+
+
+class VoteCodec(Codec):
+    """A bit an element, its sign, and two for all: whether they are finite, and whether any is not 0."""
+
+    def _lengths(self) -> list[Length]:
+        return [(math.ceil((self.count + VOTE_BITS) / 8), tf.uint8)]
+
+    def encode(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any) -> tuple[Parts, Any]:
+        """See ``Codec``."""
+        values = flat(value)
+        # A bit cannot say 0. The same sign for it in every step would move weights that have no gradient.
+        is_even = (tf.cast(seed[0], tf.int64) + tf.cast(stream, tf.int64)) % 2 == 0
+        signs = tf.where(values == 0, is_even, values > 0)
+        about = tf.stack([tf.reduce_all(tf.math.is_finite(values)), tf.reduce_any(values != 0)])
+        return [_packed(tf.concat([signs, about], 0), self.count + VOTE_BITS)], memory
+
+    def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
+        """See ``Codec``."""
+        bits = _unpacked(parts[0])
+        are_finite, votes = bits[self.count], bits[self.count + 1]
+        vote = tf.where(are_finite, tf.cast(votes, tf.float32), math.nan)
+        return tf.cast(tf.where(bits[: self.count], vote, -vote), self.spec.dtype)
+
+    def summed(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The signs of the sum: those of the majority, 0 at a tie."""
+        return tf.sign(super().summed(values))
+
+
+def _packed(bits: tf.Tensor, count: int) -> tf.Tensor:
+    """So many truth values, eight in a byte."""
+    padded = tf.pad(tf.cast(bits, tf.int32), [[0, -count % 8]])
+    return tf.cast(tf.reduce_sum(tf.reshape(padded, [-1, 8]) * BITS, axis=1), tf.uint8)
+
+
+def _unpacked(numbers: tf.Tensor) -> tf.Tensor:
+    """The truth values of bytes."""
+    bits = tf.bitwise.bitwise_and(numbers[:, tf.newaxis], tf.constant(BITS, tf.uint8)) > 0
+    return tf.reshape(bits, [-1])
 
 
 class TopKCodec(Codec):
@@ -319,7 +360,7 @@ def codec_of(options: Compression, spec: tf.TensorSpec) -> Codec:
     """What makes messages of such gradients: whole ones, where these are no larger."""
     if hasattr(options, "encode"):
         return OwnCodec(options, spec)
-    kind = next(CODECS[each] for each in type(options).__mro__ if each in CODECS)
+    kind = VoteCodec if options.majority else next(CODECS[each] for each in type(options).__mro__ if each in CODECS)
     made = kind(options, spec)
     return made if made.sent_bytes < size_bytes(spec) else Codec(None, spec)
 
@@ -394,12 +435,18 @@ class Compressor:
             )
 
     def check_dense(self, rows: Collection[int]) -> None:
-        """Raise ValueError for gradients that are rows where messages have the momentum: these would have none."""
+        """Raise ValueError for gradients that are rows where messages have the momentum, or votes: these have none."""
         if self._momentum and rows:
             names = [self._originals[n].path for n in sorted(rows)]
             raise ValueError(
                 f"Momentum correction needs gradients that are no rows. Received: {self._argument}={self.options!r}, "
                 f"rows for {names}. Try momentum_correction=False."
+            )
+        if self.options.majority and rows:
+            names = [self._originals[n].path for n in sorted(rows)]
+            raise ValueError(
+                "Workers vote on all elements of a variable, and a gradient that is rows has some. Received: "
+                f"{self._argument}={str(self.options)!r}, rows for {names}. Try {self.options.name!r}."
             )
 
     def slots(self) -> list[Slot]:
@@ -463,9 +510,7 @@ class Compressor:
         sums = []
         for sink, of_sources, rest in zip(sinks, received, others, strict=True):
             with tf.device(sink):
-                found = {
-                    n: in_order([self.decoded(each.values[n], n, step(sink)) for each in of_sources]) for n in dense
-                }
+                found = {n: self.summed([each.values[n] for each in of_sources], n, step(sink)) for n in dense}
             sums.append({**found, **rest})
         return sums
 
@@ -520,10 +565,10 @@ class Compressor:
                     kept.velocity.value.assign(left, read_value=False)
             return message
 
-    def decoded(self, message: tf.Tensor, n: int, step: tf.Tensor) -> tf.Tensor:
-        """What a message brings."""
-        codec = self._codecs[n]
-        return tf.reshape(codec.value(message, (step, self._first + n)), codec.spec.shape)
+    def summed(self, messages: Sequence[tf.Tensor], n: int, step: tf.Tensor) -> tf.Tensor:
+        """What the messages of a variable's gradients bring together."""
+        codec, seed = self._codecs[n], (step, self._first + n)
+        return codec.summed([tf.reshape(codec.value(each, seed), codec.spec.shape) for each in messages])
 
 
 class ReplicaSums:
@@ -616,7 +661,7 @@ class ReplicaSums:
         sizes = [self._compressor.sent_bytes(n) for n in numbers]
         parts = [tf.split(each, sizes) for each in messages]
         return [
-            in_order([self._compressor.decoded(part, n, step) for part in of_variable])
+            self._compressor.summed(of_variable, n, step)
             for n, of_variable in zip(numbers, zip(*parts, strict=True), strict=True)
         ]
 
