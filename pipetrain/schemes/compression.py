@@ -28,8 +28,10 @@ class Compression:
     ``error_feedback`` is whether what a message lacks is added to the next one, which it is of gradients of weights
     alone. Random numbers that a message depends on are those of the step, the same in every run.
 
-    One of your own is a subclass with ``encode(values)``, which gives a list of tensors of fixed shapes for a
-    gradient of one dimension, and ``decode(parts)``; it may say its bytes by ``sent_bytes``.
+    One of your own is a subclass with ``encode(values)``, which gives a list of tensors for values of one dimension,
+    and ``decode(parts)``, which gives as many values of one dimension again; it may say its bytes by ``sent_bytes``.
+    For a gradient the parts have fixed shapes. What crosses a pipeline's cuts has a number of elements, and parts have
+    sizes, that are only known when the function runs: ``tf.shape(values)`` has it, ``values.shape`` has None.
     """
 
     name: ClassVar[str] = "own"
@@ -344,7 +346,12 @@ COMPRESSIONS: dict[str, type[Compression]] = {
 NONE = "none"
 
 
-CUTS = (BFloat16, Float16, Int8, Int4)  # those that messages of any rows may have
+CUTS = (BFloat16, Float16, Int8, Int4)  # those of this package that messages of any rows may have
+
+
+def crosses_cuts(compression: Compression | None) -> bool:
+    """Whether messages of it may be of any rows: those of ``CUTS``, and one's own, which is given any values."""
+    return type(compression) in CUTS or hasattr(compression, "encode")
 
 
 def check_crossing(given: Any, scheme: str) -> None:
@@ -352,16 +359,17 @@ def check_crossing(given: Any, scheme: str) -> None:
     compression = compression_of(given)
     if compression is None:
         return
-    if type(compression) not in CUTS:
+    if not crosses_cuts(compression):
         raise ValueError(
             "What crosses a pipeline's cuts is of other rows in every minibatch: it cannot be compressed as gradients "
             f"of weights can. Received: compression={given!r}, scheme={scheme!r}. "
-            f"Try one of: {', '.join(each.name for each in CUTS)}."
+            f"Try one of: {', '.join(each.name for each in CUTS)}; or one of your own."
         )
-    if compression.error_feedback and not type(compression).error_feedback:
+    # That which is the default of one of the package is for gradients; one's own has it because that was written.
+    if compression.error_feedback and not (type(compression) in CUTS and type(compression).error_feedback):
         raise ValueError(
             "What a message of other rows lacks is of no use to the next one. Received: "
-            f"compression={given!r}, scheme={scheme!r}. Try error_feedback=False."
+            f"compression={str(compression)!r} with error_feedback=True, scheme={scheme!r}. Try error_feedback=False."
         )
 
 

@@ -643,6 +643,136 @@ def test_numbers_that_the_other_type_has_arrive(name):
     assert found.tensors[0].numpy().tolist() == sent.numpy().tolist()
 
 
+class InBytes(Compression):
+    """Loses nothing."""
+
+    def encode(self, values):
+        """Four bytes a number."""
+        return [tf.bitcast(values, tf.uint8)]
+
+    def decode(self, parts):
+        """The numbers."""
+        return tf.bitcast(parts[0], tf.float32)
+
+
+class UpperHalves(Compression):
+    """bfloat16 by hand: the upper 16 bits, rounded to the nearest, ties to even; how many there are, twice."""
+
+    def encode(self, values):
+        """Two bytes a number, and parts of other numbers of dimensions."""
+        bits = tf.bitcast(values, tf.uint32)
+        odd = tf.bitwise.bitwise_and(
+            tf.bitwise.right_shift(bits, tf.constant(16, tf.uint32)), tf.constant(1, tf.uint32)
+        )
+        upper = tf.bitwise.right_shift(bits + tf.constant(0x7FFF, tf.uint32) + odd, tf.constant(16, tf.uint32))
+        return [tf.size(values), tf.cast(upper, tf.uint16), tf.fill([1, 2], tf.size(values))]
+
+    def decode(self, parts):
+        """The numbers."""
+        count, upper, again = parts
+        with tf.control_dependencies([tf.debugging.assert_equal(again, tf.fill([1, 2], count))]):
+            return tf.bitcast(tf.bitwise.left_shift(tf.cast(upper, tf.uint32), tf.constant(16, tf.uint32)), tf.float32)
+
+    def sent_bytes(self, shape, item_bytes=4):
+        """Two a number, and of the rest."""
+        return 2 * math.prod(shape) + 12
+
+
+@pytest.mark.parametrize(("own", "same"), [(InBytes(), None), (UpperHalves(), "bfloat16")], ids=["all", "half"])
+@pytest.mark.parametrize(
+    ("scheme", "threads"),
+    parameters.combinations(
+        ("1f1b", "spectrain", "zb-v"), (False, True), default=[("1f1b", False), ("1f1b", True), ("spectrain", False)]
+    ),
+)
+def test_one_of_ones_own_crosses_cuts(scheme, threads, own, same, monkeypatch):
+    """The last minibatch is short. Bitwise what comes of none, or of the same one of the package."""
+    if threads:
+        inside.by_threads(monkeypatch)
+    pm = piped(scheme, own)
+    assert inside.is_program(pm) != threads
+    networks.assert_equal(pm.get_weights(), piped(scheme, same).get_weights())
+    x, _ = networks.data(ROWS)
+    plain = pm.model.predict(x, verbose=0)
+    np.testing.assert_allclose(pm.predict(x, verbose=0), plain, rtol=1e-5, atol=1e-6)
+    assert own.sent_bytes((8,)) == (32 if same is None else 28)
+    planned = inside.planner(pm).partition(BATCH).stages[0].crossing_bytes(own)
+    assert planned == own.sent_bytes((BATCH * WIDTH,))
+    sent = sum(each.size_bytes for each in pm.trace.transfers if each.op == "F" and each.from_stage == 0)
+    sizes = ROWS // BATCH * planned + own.sent_bytes((ROWS % BATCH * WIDTH,))
+    assert sizes <= sent / 2
+
+
+@pytest.mark.wide
+def test_one_of_ones_own_crosses_between_replicas_and_of_other_types():
+    for own, same in ((InBytes(), None), (UpperHalves(), "bfloat16")):
+        found = []
+        for each in (own, same):
+            pm = networks.pipeline(scheme="1f1b", compression=each, replicas=(2, 1, 2), microbatches=2)
+            networks.fit(pm, *networks.data(ROWS), epochs=2)
+            found.append(pm.get_weights())
+        networks.assert_equal(*found)
+
+
+@pytest.mark.parametrize("scheme", parameters.by_default(("1f1b", "spectrain"), "1f1b", wide=("1f1b", "spectrain")))
+def test_a_pipeline_with_one_of_ones_own_that_is_stopped_goes_on_bitwise(scheme, tmp_path):
+    assert_goes_on_bitwise(tmp_path, scheme=scheme, compression=UpperHalves())
+
+
+def test_parts_over_a_cut_may_be_fewer_by_a_share_and_of_any_rows():
+    class Largest(Compression):
+        """The largest quarter with their places."""
+
+        def encode(self, values):
+            places = tf.math.top_k(tf.abs(values), tf.size(values) // 4).indices
+            return [places[:, tf.newaxis], tf.gather(values, places), tf.shape(values)]
+
+        def decode(self, parts):
+            return tf.scatter_nd(*parts)
+
+    cut = CutMessages(Largest(), 0, [tf.TensorSpec([None, 2], tf.float32)], [True], ())
+    for rows in (0, 1, 8):
+        sent = tf.random.stateless_normal([rows, 2], (0, rows))
+        there = cut.decoded(cut.encoded(BoundaryTensors([sent], [None]), tf.zeros([], tf.int64), 0)).tensors[0].numpy()
+        least = np.sort(np.abs(sent).ravel())[rows * 2 - rows // 2 :].min(initial=math.inf)
+        np.testing.assert_array_equal(there, np.where(np.abs(sent) >= least, sent, 0))
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_one_of_ones_own_that_cannot_cross_is_refused(threads, monkeypatch):
+    if threads:
+        inside.by_threads(monkeypatch)
+
+    class Kept(InBytes):
+        error_feedback = True
+
+    class InPairs(InBytes):
+        def encode(self, values):
+            return [tf.reshape(values, [values.shape[0] // 2, 2])]
+
+    class Positive(InBytes):
+        def encode(self, values):
+            return [tf.boolean_mask(values, values > 0)]
+
+    class OfAnyRank(InBytes):
+        def encode(self, values):
+            return [tf.ensure_shape(tf.numpy_function(lambda each: each, [values], tf.float32), None)]
+
+    for made in (pipetrain.OneFOneB, pipetrain.SpecTrain):
+        with pytest.raises(
+            ValueError, match=r"of no use to the next.*Kept\(\)' with error_feedback=True.*Try error_fee"
+        ):
+            made(compression=Kept())
+    for wrong, said in (
+        (InPairs(), r"InPairs\(\), whose encode.*Try tf.shape"),
+        (Positive(), r"same number of bytes.*Positive\(\).*Try tensors of fixed shapes"),
+        (OfAnyRank(), r"OfAnyRank\(\).*reshape"),
+    ):
+        pm = networks.pipeline(networks.mlp(2, 16), scheme="1f1b", cuts=("d0",), compression=wrong)
+        with pytest.raises(ValueError, match=said):
+            networks.fit(pm, *networks.data(20))
+
+
 def test_what_cannot_cross_is_refused():
     for wrong, said in (
         ("top-k", "Try one of: bfloat16"),

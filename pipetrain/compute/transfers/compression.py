@@ -322,20 +322,28 @@ class OwnCodec(Codec):
     Both are given, and give, tensors of one dimension.
     """
 
+    def _made(self, count: int | None) -> list[tf.TensorSpec]:
+        """The specs of what ``encode`` gives for so many elements, None for any number."""
+        made = tf.function(lambda value: self.options.encode(value)).get_concrete_function(
+            tf.TensorSpec([count], self.spec.dtype)
+        )
+        return [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(made.structured_outputs)]
+
     @cached_property
     def parts(self) -> list[tf.TensorSpec]:
         """See ``Codec``."""
-        made = tf.function(lambda value: self.options.encode(value)).get_concrete_function(
-            tf.TensorSpec([self.count], self.spec.dtype)
-        )
-        found = [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(made.structured_outputs)]
+        found = self._made(self.count)
         if any(each.shape.num_elements() is None for each in found):
             raise ValueError(
-                "All messages of a variable have the same number of bytes. Received: "
+                "All messages of as many elements have the same number of bytes. Received: "
                 f"compression={self.options}, whose encode gives {[str(each.shape) for each in found]} for "
                 f"{self.count} elements. Try tensors of fixed shapes."
             )
         return found
+
+    def check_sizes(self) -> None:
+        """Raise ValueError for parts whose sizes the number of elements does not tell."""
+        _ = self.parts
 
     def _lengths(self) -> list[Length]:
         return [(each.shape.num_elements(), each.dtype) for each in self.parts]
@@ -348,6 +356,54 @@ class OwnCodec(Codec):
         """See ``Codec``."""
         shaped = [tf.reshape(part, spec.shape) for part, spec in zip(parts, self.parts, strict=True)]
         return tf.cast(self.options.decode(shaped), self.spec.dtype)
+
+
+class OwnCutCodec(OwnCodec):
+    """The same for any number of elements: a message begins with the sizes of its parts, which may depend on it."""
+
+    def __init__(self, options: Any, dtype: tf.DType) -> None:
+        self.options, self.spec, self.count = options, tf.TensorSpec([None], dtype), None
+        # Now: what cannot be is to be refused before anything is sent. Bytes are planned by the number of elements.
+        self.parts = self._of_any_size()
+        OwnCodec(options, tf.TensorSpec([MANY], dtype)).check_sizes()
+
+    def _of_any_size(self) -> list[tf.TensorSpec]:
+        try:
+            found = self._made(None)
+        except (TypeError, ValueError) as error:  # told by TensorFlow with the lines of its own that led there
+            *_, why = [type(error).__name__, *str(error).split("\n\n")[-1].strip().splitlines()]
+            raise ValueError(
+                "What crosses a cut has a number of elements that is not known while functions are traced. Received: "
+                f"compression={self.options}, whose encode does not take them ({why.strip()}). "
+                "Try tf.shape(values) in place of values.shape, or one of: 'bfloat16', 'int8'."
+            ) from error
+        if any(each.shape.rank is None for each in found):
+            raise ValueError(
+                "The parts of a message have a known number of dimensions each. Received: "
+                f"compression={self.options}, whose encode gives {[str(each.shape) for each in found]}. "
+                "Try tf.reshape(part, [-1]) in encode."
+            )
+        return found
+
+    def message(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any = None) -> tuple[tf.Tensor, Any]:
+        """See ``Codec``."""
+        parts, memory = self.encode(value, seed, stream, memory)
+        sizes = [_open_sizes(each, spec) for each, spec in zip(parts, self.parts, strict=True)]
+        return tf.concat([*sizes, *map(_as_bytes, parts)], 0), memory
+
+    def value(self, message: tf.Tensor, seed: Any) -> tf.Tensor:
+        """See ``Codec``."""
+        shapes = []
+        for spec in self.parts:
+            shape, message = _shape_and_rest(message, spec)
+            shapes.append(shape)
+        pairs = [*zip(shapes, self.parts, strict=True)]
+        pieces = tf.split(message, [math.prod(shape) * spec.dtype.size for shape, spec in pairs])
+        shaped = [
+            tf.ensure_shape(tf.reshape(_of_bytes(piece, spec.dtype), shape), spec.shape)
+            for piece, (shape, spec) in zip(pieces, pairs, strict=True)
+        ]
+        return flat(tf.cast(self.options.decode(shaped), self.spec.dtype))
 
 
 CODECS: dict[type[Compression], type[Codec]] = {
@@ -711,6 +767,8 @@ class CutMessages:
         self._down = [(spec, flow and self._is_smaller(spec)) for spec, flow in zip(specs, flows, strict=True)]
         wanted = [n for n, flow in enumerate(flows) if flow and n not in unreached]
         self._up = [self._down[n] for n in wanted]
+        types = {spec.dtype for spec, coded in self._down if coded}
+        self._own = {each: OwnCutCodec(options, each) for each in types if hasattr(options, "encode")}
 
     def _is_smaller(self, spec: tf.TensorSpec) -> bool:
         is_less = spec.dtype.is_floating and self._options.encodes((MANY,), spec.dtype.size)
@@ -754,24 +812,35 @@ class CutMessages:
         codec = self._codec(spec, tf.size(value))
         value = value if isinstance(codec, CastCodec) else _finite_or_nan(value)
         message, _ = codec.message(value, seed, stream)
-        sizes = tf.gather(tf.shape(value), _open(spec))
-        return tf.concat([_as_bytes(sizes), message], 0)
+        return tf.concat([_open_sizes(value, spec), message], 0)
 
     def _value(self, message: tf.Tensor, spec: tf.TensorSpec, number: int) -> tf.Tensor:
-        places = _open(spec)
-        head = len(places) * tf.int32.size
-        sizes = dict(zip(places, tf.unstack(_of_bytes(message[:head], tf.int32), len(places)), strict=True))
-        shape = [sizes.get(n, size) for n, size in enumerate(spec.shape)]
-        value = self._codec(spec, math.prod(shape)).value(message[head:], None)
+        shape, rest = _shape_and_rest(message, spec)
+        value = self._codec(spec, math.prod(shape)).value(rest, None)
         return tf.ensure_shape(tf.reshape(value, shape), spec.shape)
 
     def _codec(self, spec: tf.TensorSpec, count: Any) -> Codec:
+        if spec.dtype in self._own:
+            return self._own[spec.dtype]
         return CODECS[type(self._options)](self._options, spec, count)
 
 
 def _open(spec: tf.TensorSpec) -> list[int]:
-    """Which dimensions a spec leaves open: the rows at least, see ``any_rows``."""
+    """Which dimensions a spec leaves open: of what crosses a cut the rows at least, see ``any_rows``."""
     return [n for n, size in enumerate(spec.shape) if size is None]
+
+
+def _open_sizes(value: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+    """The bytes of the sizes that a spec leaves open."""
+    return _as_bytes(tf.gather(tf.shape(value), tf.constant(_open(spec), tf.int32)))
+
+
+def _shape_and_rest(message: tf.Tensor, spec: tf.TensorSpec) -> tuple[list[Any], tf.Tensor]:
+    """The shape, by such sizes at a message's beginning, and what follows them."""
+    places = _open(spec)
+    head = len(places) * tf.int32.size
+    sizes = dict(zip(places, tf.unstack(_of_bytes(message[:head], tf.int32), len(places)), strict=True))
+    return [sizes.get(n, size) for n, size in enumerate(spec.shape)], message[head:]
 
 
 def messages_of_cuts(options: Compression | None, stages: Sequence[Any]) -> list[CutMessages] | None:
