@@ -43,6 +43,7 @@ ORDER = "none"  # every order gives the same weights, and none has to be found b
 SENDING: dict[str, Mapping[str, Any]] = {
     "all-reduce": {"scheme": AllReduce(ORDER)},
     **{f"all-reduce/{name}": {"scheme": AllReduce(ORDER, name)} for name in COMPRESSIONS},
+    "all-reduce/sign:majority": {"scheme": AllReduce(ORDER, "sign:majority")},
     "all-reduce/int8 + feedback": {"scheme": AllReduce(ORDER, Int8(error_feedback=True))},
     **{f"all-reduce/local:{steps}": {"scheme": AllReduce(ORDER, synchrony=LocalSGD(steps))} for steps in (8, 32)},
     **{

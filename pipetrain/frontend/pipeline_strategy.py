@@ -21,6 +21,7 @@ from pipetrain.frontend.contexts import known
 from pipetrain.frontend.fit_session import FitSession
 from pipetrain.frontend.layout import training_stages
 from pipetrain.frontend.planner import Planner
+from pipetrain.frontend.refusals import check_votes
 from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.run.course_runner import CourseRunner
 from pipetrain.run.pipeline import Pipeline
@@ -52,6 +53,12 @@ class PipelineStrategy(RunnerStrategy):
                 f"replica_compression={str(scheme.replica_compression)!r}, replicas={planner.layout.replicas}. "
                 f"Try replicas={(2, *planner.layout.replicas[1:])}, or leaving replica_compression out."
             )
+        if (votes := scheme.replica_compression) is not None and votes.majority and min(planner.layout.replicas) == 1:
+            raise ValueError(
+                "A stage of one device would get gradients as they are, and the others signs, which need another "
+                f"learning rate. Received: replica_compression={str(votes)!r}, replicas={planner.layout.replicas}. "
+                f"Try replicas={tuple(max(2, each) for each in planner.layout.replicas)}, or {votes.name!r}."
+            )
         self._summed = 0.0  # the momentum by which replicas sum gradients, in place of the optimizer
         self._to_say: list[str] = []  # at the first ``fit`` of a compilation that shows anything
 
@@ -68,6 +75,13 @@ class PipelineStrategy(RunnerStrategy):
                     "What messages lacked would be of another loss scale than what it is added to. Received: "
                     f"replica_compression={str(compression)!r}, optimizer={type(owner.optimizer).__name__}, in which "
                     "Keras wraps others under the policy 'mixed_float16'. Try the policy 'mixed_bfloat16'."
+                )
+            check_votes(compression, "replica_compression", owner.optimizer, self.model)
+            if compression.majority and self._has_rows_or_shares():
+                raise ValueError(
+                    "Stages that share weights add their gradients, and a sum of majorities is none. Received: "
+                    f"replica_compression={str(compression)!r}, weights that several layers or calls have. "
+                    f"Try {compression.name!r}."
                 )
             summing(compression)  # raises for one that a scheme's own object may have
             plain = self._scheme.synchronous and not self._has_rows_or_shares()

@@ -10,11 +10,13 @@ import tensorflow as tf
 
 from pipetrain.compute.functions.stage import Stage
 from pipetrain.compute.graph.blocks import Block
+from pipetrain.compute.graph.sharing import embeddings
 from pipetrain.compute.keras_private import HUB_LOOP, LOOP_METHODS, count_of, overridden
 from pipetrain.compute.optimizer.clone import NEVER, check_compensable, clone, momenta, not_cloned, whole_step
 from pipetrain.compute.optimizer.gradient_scaling import is_dynamic, stepping
 from pipetrain.compute.optimizer.update import overwrites
 from pipetrain.schemes.arguments import checked_count
+from pipetrain.schemes.compression import Compression
 from pipetrain.schemes.scheme import Scheme
 
 _LOSS = "the loss in compile"
@@ -110,6 +112,26 @@ def check_loss_scaling(optimizer: Any, scheme: str, chosen: Scheme | None) -> No
             f"Dynamic loss scaling is not supported here: {why}. Received: scheme={scheme!r}, "
             f"optimizer={type(optimizer).__name__}, in which Keras wraps others under the policy 'mixed_float16'. "
             "Try the policy 'mixed_bfloat16', or a synchronous scheme: 'gpipe' or '1f1b'."
+        )
+
+
+def check_votes(
+    compression: Compression | None, argument: str, optimizer: keras.optimizers.Optimizer, model: keras.Model
+) -> None:
+    """Refuse a majority of signs for scaled gradients, and for embeddings; ``argument`` is what compresses."""
+    if compression is None or not compression.majority:
+        return
+    if (factor := stepping(optimizer).loss_scale_factor or 1.0) != 1.0:
+        raise ValueError(
+            "A majority of signs has no scale by which it could be divided. Received: "
+            f"{argument}={str(compression)!r}, loss_scale_factor={factor}. Try loss_scale_factor=None."
+        )
+    weights = model.trainable_variables
+    if found := embeddings(model, weights):
+        raise ValueError(
+            "A bit cannot say that a minibatch does not have a word, whose weights would move. Received: "
+            f"{argument}={str(compression)!r}, embeddings {[weights[n].path for n in sorted(found)]}. "
+            f"Try {compression.name!r}."
         )
 
 

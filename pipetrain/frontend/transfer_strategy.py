@@ -32,7 +32,7 @@ from pipetrain.frontend.contexts import known
 from pipetrain.frontend.input_data import DEFAULT_ROWS
 from pipetrain.frontend.layout import described
 from pipetrain.frontend.planner import Planner
-from pipetrain.frontend.refusals import check_loss_scaling, check_whole
+from pipetrain.frontend.refusals import check_loss_scaling, check_votes, check_whole
 from pipetrain.frontend.runner_strategy import RunnerStrategy
 from pipetrain.plan.choice import TURNS, fastest, finalists
 from pipetrain.plan.cluster import Cluster
@@ -202,6 +202,7 @@ class TransferStrategy(RunnerStrategy):
                 "A worker does not have the minibatch before, of which layers keep rows. Received: stateful layers, "
                 f"synchrony={self._synchrony!r}. Try stateful=False, or synchrony='stale:1'."
             )
+        check_votes(self._compression, "compression", owner.optimizer, self.model)
         self._momentum = 0.0
         if self._compression is not None:
             # An embedding's rows are sent as they are, and have no momentum but the optimizer's.

@@ -40,6 +40,7 @@ LOSING = (
 # (docs/guide/slow-networks.md), and 8 stages of target (docs/results/staleness.md).
 MEASURED = {
     **{"bfloat16": -0.004, "int8": -0.009, "int4": -0.008, "sign": -0.015, "power-sgd": -0.015, "top-k": -0.012},
+    "sign:majority": -0.002,  # with a learning rate of its own
     **{"local:8": 0.0, "local:32": -0.011, "stale:1": -0.015, "gossip": -0.006, "gossip:complete": -0.006},
     **{"bfloat16 across cuts": -0.001, "int8 across cuts": -0.010, "int4 across cuts": -0.005},
     **{"target with M=1": -0.004, "target with M=2": 0.007, "target with M=4": 0.015, "target with M=8": 0.009},

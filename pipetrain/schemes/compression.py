@@ -18,6 +18,8 @@ from pipetrain.schemes.arguments import checked_bool, checked_count
 ELEMENTS = 1000  # of which a share is sent
 FIRST_SHARE, QUARTERS = 0.25, 4  # of a warm-up: what is sent in the first of these
 FLOAT_BYTES, INDEX_BYTES = 4, 4  # of a scale or a kept value, and of its place
+VOTE_BITS = 2  # beside those of the elements: whether all are finite, and whether any is not 0
+BY_KIND: Any = None  # the error feedback of ``Sign``, which has another default for a majority
 
 
 class Compression:
@@ -26,14 +28,17 @@ class Compression:
     ``error_feedback`` is whether what a message lacks is added to the next one, which it is of gradients of weights
     alone. Random numbers that a message depends on are those of the step, the same in every run.
 
-    One of your own is a subclass with ``encode(values)``, which gives a list of tensors of fixed shapes for a
-    gradient of one dimension, and ``decode(parts)``; it may say its bytes by ``sent_bytes``.
+    One of your own is a subclass with ``encode(values)``, which gives a list of tensors for values of one dimension,
+    and ``decode(parts)``, which gives as many values of one dimension again; it may say its bytes by ``sent_bytes``.
+    For a gradient the parts have fixed shapes. What crosses a pipeline's cuts has a number of elements, and parts have
+    sizes, that are only known when the function runs: ``tf.shape(values)`` has it, ``values.shape`` has None.
     """
 
     name: ClassVar[str] = "own"
     first_option: ClassVar[str] = ""  # whose value may follow the name
     error_feedback: bool = False
     local_clipnorm: float | None = None  # to which each device clips its gradients before
+    majority: bool = False  # whether of the sum only the signs count
 
     def __post_init__(self) -> None:
         """Raise ValueError, TypeError for values that the compression cannot have."""
@@ -48,10 +53,15 @@ class Compression:
             return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
         if self.name == Compression.name:
             return repr(self)
-        every: Sequence[Any] = fields(self) if is_dataclass(self) else ()
-        own = {each.name: getattr(self, each.name) for each in every if getattr(self, each.name) != each.default}
-        value = f":{own.pop(self.first_option)}" if self.first_option in own else ""
+        own = {name: getattr(self, name) for name, usual in self._usual.items() if getattr(self, name) != usual}
+        first = own.pop(self.first_option, None)
+        value = "" if first is None else f":{self.first_option if first is True else first}"
         return ", ".join([f"{self.name}{value}", *(f"{name}={each}" for name, each in own.items())])
+
+    @property
+    def _usual(self) -> dict[str, Any]:
+        """The values of its options that are not told: the defaults."""
+        return {each.name: each.default for each in fields(self)} if is_dataclass(self) else {}
 
     def sent_bytes(self, shape: Sequence[int], item_bytes: int = FLOAT_BYTES) -> int:
         """The bytes of a message of a gradient of this shape, whose elements have so many; never more than those."""
@@ -152,13 +162,50 @@ class Sign(Compression):
 
     ``Q(x) = mean|x| * sign(x)``, where 0 has the sign of positive numbers. Source: EF-signSGD, Karimireddy et al. 2019
     (arXiv 1901.09847).
+
+    With ``"sign:majority"`` the devices vote, each with one bit for an element: the optimizer gets
+    ``sign(sum over devices of sign(x))``, which is 1, -1, or 0 at a tie, so that with SGD an element moves by the
+    learning rate. All devices that have rows count alike, whatever number of rows they have; a device whose gradient of
+    a variable is 0 everywhere does not vote on it. One bit cannot say that a single element is 0: its sign is then +
+    and - by turns, from one device to the next and from one step to the next, so that an element that is 0 on all
+    devices stays, or with an odd number of them goes back in the next step. There is no error feedback. Source: signSGD
+    with majority vote, Bernstein et al. 2018 (arXiv 1802.04434), algorithm 3.
+
+    Args:
+        error_feedback: see ``Compression``; None: True, and False for a majority.
+        majority: whether devices vote.
+
+    Raises ValueError for a majority with error feedback: signs without a scale are no part of the gradient that could
+    be subtracted from it.
     """
 
     name: ClassVar[str] = "sign"
-    error_feedback: bool = True
+    first_option: ClassVar[str] = "majority"
+    error_feedback: bool = BY_KIND
+    majority: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, TypeError for values that the compression cannot have."""
+        votes = checked_bool("majority", self.majority, "Devices vote by their signs, or they do not")
+        object.__setattr__(self, "majority", votes)
+        if self.error_feedback is BY_KIND:
+            object.__setattr__(self, "error_feedback", not votes)
+        super().__post_init__()
+
+    def _check(self) -> None:
+        if self.majority and self.error_feedback:
+            raise ValueError(
+                "Signs without a scale are no part of a gradient, of which the rest could be kept. Received: "
+                "majority=True, error_feedback=True. Try error_feedback=False, or majority=False."
+            )
+
+    @property
+    def _usual(self) -> dict[str, Any]:
+        return {**super()._usual, "error_feedback": not self.majority}
 
     def _bytes(self, shape: Sequence[int], item_bytes: int) -> int:
-        return math.ceil(math.prod(shape) / 8) + FLOAT_BYTES
+        count = math.prod(shape)
+        return math.ceil((count + VOTE_BITS) / 8) if self.majority else math.ceil(count / 8) + FLOAT_BYTES
 
 
 @dataclass(frozen=True)
@@ -299,7 +346,12 @@ COMPRESSIONS: dict[str, type[Compression]] = {
 NONE = "none"
 
 
-CUTS = (BFloat16, Float16, Int8, Int4)  # those that messages of any rows may have
+CUTS = (BFloat16, Float16, Int8, Int4)  # those of this package that messages of any rows may have
+
+
+def crosses_cuts(compression: Compression | None) -> bool:
+    """Whether messages of it may be of any rows: those of ``CUTS``, and one's own, which is given any values."""
+    return type(compression) in CUTS or hasattr(compression, "encode")
 
 
 def check_crossing(given: Any, scheme: str) -> None:
@@ -307,16 +359,17 @@ def check_crossing(given: Any, scheme: str) -> None:
     compression = compression_of(given)
     if compression is None:
         return
-    if type(compression) not in CUTS:
+    if not crosses_cuts(compression):
         raise ValueError(
             "What crosses a pipeline's cuts is of other rows in every minibatch: it cannot be compressed as gradients "
             f"of weights can. Received: compression={given!r}, scheme={scheme!r}. "
-            f"Try one of: {', '.join(each.name for each in CUTS)}."
+            f"Try one of: {', '.join(each.name for each in CUTS)}; or one of your own."
         )
-    if compression.error_feedback and not type(compression).error_feedback:
+    # That which is the default of one of the package is for gradients; one's own has it because that was written.
+    if compression.error_feedback and not (type(compression) in CUTS and type(compression).error_feedback):
         raise ValueError(
             "What a message of other rows lacks is of no use to the next one. Received: "
-            f"compression={given!r}, scheme={scheme!r}. Try error_feedback=False."
+            f"compression={str(compression)!r} with error_feedback=True, scheme={scheme!r}. Try error_feedback=False."
         )
 
 
@@ -378,10 +431,14 @@ def summing(given: Any) -> Compression | None:
 def _first_option(given: str, name: str, value: str, argument: str) -> dict[str, Any]:
     kind = COMPRESSIONS[name]
     default = getattr(kind, kind.first_option, None)
+    if isinstance(default, bool) and value == kind.first_option:
+        return {kind.first_option: True}
     try:
-        if default is not None:
+        if default is not None and not isinstance(default, bool):
             return {kind.first_option: float(value) if isinstance(default, float) else int(value)}
     except ValueError:
         pass
     remedy = name if default is None else f"{name}:{default}, its {kind.first_option}"
-    raise ValueError(f"A compression's value is a number. Received: {argument}={given!r}. Try {remedy}.")
+    if isinstance(default, bool):
+        remedy = f"{name}, or {name}:{kind.first_option}"
+    raise ValueError(f"The compression has no such value. Received: {argument}={given!r}. Try {remedy}.")

@@ -14,7 +14,16 @@ from typing import Any, ClassVar
 
 from pipetrain.schemes.arguments import checked_count
 from pipetrain.schemes.coded_reduce import Tree, checked_tree
-from pipetrain.schemes.compression import COMPRESSIONS, CUTS, NONE, Compression, check_crossing, compression_of, summing
+from pipetrain.schemes.compression import (
+    COMPRESSIONS,
+    CUTS,
+    NONE,
+    Compression,
+    check_crossing,
+    compression_of,
+    crosses_cuts,
+    summing,
+)
 from pipetrain.schemes.grid import Grid, check_grid
 from pipetrain.schemes.scheme import Scheme
 from pipetrain.schemes.synchrony import (
@@ -754,7 +763,7 @@ def each_compressing(
     replica_compression: str | Compression | None = None,
 ) -> list[AnyScheme]:
     """The schemes with these compressions; cuts have none if it is of others' gradients alone."""
-    if any(name_of(each) in TRANSFERRING for each in schemes) and type(compression_of(compression)) not in CUTS:
+    if any(name_of(each) in TRANSFERRING for each in schemes) and not crosses_cuts(compression_of(compression)):
         compression = None
     return [compressing(each, compression=compression, replica_compression=replica_compression) for each in schemes]
 

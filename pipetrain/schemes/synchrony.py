@@ -444,6 +444,11 @@ def check_together(topology: Any, synchrony: Any, compression: Any) -> None:
             "Devices clip the gradients that they send, and workers that join their weights send none. Received: "
             f"compression={compression!r}, synchrony={synchrony!r}. Try local_clipnorm=None."
         )
+    if isinstance(joined, LocalSGD) and sent is not None and sent.majority:
+        raise ValueError(
+            "Workers that join their weights average how far these have moved, which a majority of signs does not say. "
+            f"Received: compression={str(sent)!r}, synchrony={synchrony!r}. Try compression={sent.name!r}."
+        )
     if found is not None and sent is not None:
         why = "Compressed gradients go to all workers that need them" if found == RING else "Neighbours send weights"
         raise ValueError(

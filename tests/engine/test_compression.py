@@ -37,7 +37,7 @@ SEED = tf.constant(3, tf.int64), 5
 WORKER = 2
 SHAPES = ((1,), (7,), (300,), (24, 31), (3, 3, 4, 8))
 EVERY = (
-    *(BFloat16(), Float16(), Int8(), Int8(block=16), Int4(), Int4(block=3), Sign()),
+    *(BFloat16(), Float16(), Int8(), Int8(block=16), Int4(), Int4(block=3), Sign(), Sign(majority=True)),
     *(
         TopK(),
         TopK(share=0.2),
@@ -84,6 +84,8 @@ def by_numpy(options, given):
             step = np.abs(flat[part]).max() / np.float32(options.levels)
             made[part] = np.floor(flat[part] / step + random[part]) * step
         return made.reshape(given.shape)
+    if isinstance(options, Sign) and options.majority:
+        return np.sign(given)
     if isinstance(options, Sign):
         return np.where(given >= 0, 1, -1) * np.abs(given).mean()
     if isinstance(options, RandomK):
@@ -133,6 +135,27 @@ def test_every_number_arrives_finite_and_zeros_as_zeros(numbers, options):
     sent = np.array(numbers, np.float32)
     assert np.isfinite(arrived(options, sent)[0]).all()
     assert not arrived(options, np.zeros_like(sent))[0].any()
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float64"))
+def test_a_vote_on_zero_is_for_either_sign_by_turns_and_a_variable_of_zeros_has_none(dtype):
+    codec = codec_of(Sign(majority=True), tf.TensorSpec([11], dtype))
+    given = tf.cast([0.0, -0.0, 1e-30, -3.0, 5.0, 0.0, 0.0, -1e-30, 2.0, 0.0, -1.0], dtype)
+
+    def votes(worker, step, values=given):
+        seed = tf.constant(step, tf.int64), 0
+        message, _ = codec.message(values, seed, worker)
+        return codec.value(message, seed)
+
+    for worker in range(3):
+        for step in range(3):
+            of_zero = 1.0 if (worker + step) % 2 == 0 else -1.0
+            assert votes(worker, step).numpy().tolist() == [each or of_zero for each in np.sign(given).tolist()]
+    assert codec.summed([votes(0, 7), votes(1, 7)]).numpy().tolist() == np.sign(given).tolist()
+    assert not votes(0, 0, tf.zeros_like(given)).numpy().any()
+    for spoiled in (math.nan, math.inf):
+        messages = [votes(0, 0), votes(1, 0, tf.concat([given[:-1], tf.cast([spoiled], dtype)], 0))]
+        assert np.isnan(codec.summed(messages).numpy().astype("float64")).all()
 
 
 @pytest.mark.parametrize(
@@ -200,9 +223,15 @@ def test_names_and_values():
     assert compression_of(None) is compression_of("none") is None
     assert compression_of("top-k:0.5") == TopK(0.5) and str(TopK(0.5)) == "top-k:0.5"
     assert {name: str(compression_of(name)) for name in COMPRESSIONS} == {name: name for name in COMPRESSIONS}
+    voted = compression_of("sign:majority")
+    assert voted == Sign(majority=True) and str(voted) == "sign:majority" and not voted.error_feedback
+    assert str(Sign(error_feedback=False)) == "sign, error_feedback=False" and Sign().error_feedback
+    with pytest.raises(ValueError, match=r"majority=True, error_feedback=True. Try error_feedback=False"):
+        Sign(majority=True, error_feedback=True)
     for wrong, said in (
         ("top-2", "random-k"),
-        ("sign:2", "Try sign"),
+        ("sign:2", "Try sign, or sign:majority"),
+        ("sign:True", "Try sign, or sign:majority"),
         ("int8:x", "int8:256"),
         ("power-sgd:0", "rank=0"),
     ):

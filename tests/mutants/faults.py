@@ -419,6 +419,13 @@ COMPUTE = [
         "A weight that a layer assigns to in its forward still gets its gradient.",
     ),
     Fault(
+        "vote-on-zero",
+        "pipetrain/compute/transfers/compression.py",
+        "signs = tf.where(values == 0, is_even, values > 0)",
+        "signs = values >= 0",
+        "A weight that has no gradient on any device is not moved by their majority.",
+    ),
+    Fault(
         "gradients-within-a-group",
         "pipetrain/compute/grid/pieces.py",
         "found[sink] = in_order(parts)",

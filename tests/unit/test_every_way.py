@@ -442,6 +442,7 @@ def test_sums_that_nobody_makes_are_not_said_to_be_compressed():
     ("scheme", "microbatches", "told"),
     [
         (AllReduce(compression="int8", synchrony="local:8"), None, "int8 -0.009, local:8 +0.000; see"),
+        (AllReduce(compression="sign:majority"), None, "sign:majority -0.002; see"),
         (AllReduce(compression="top-k:0.001"), None, "top-k:0.001 not measured; see"),
         (AllReduce(topology="gossip"), None, "gossip -0.006; see"),
         (SpecTrain(horizon="target"), 2, "target with M=2 +0.007; see"),

@@ -232,6 +232,10 @@ def test_a_compression_is_told_with_all_that_is_not_the_default():
         "top-k:0.1",
         "int8:64",
     ]
+    for text in ("sign", "sign:majority"):
+        assert policy_of(pipetrain.OneFOneB(replica_compression=text))["replica_compression"] == text
+        assert policy_of(pipetrain.AllReduce(compression=text))["compression"] == text
+    assert pipetrain.Sign(majority=True).sent_bytes((3, 5)) == 3  # 15 bits, and two for all of them
     told = str(pipetrain.TopK(0.1, warm_up=100, error_feedback=False))
     assert told == "top-k:0.1, error_feedback=False, warm_up=100"
 

@@ -170,6 +170,110 @@ def test_momentum_is_that_of_each_device_where_few_elements_are_sent(way, thread
     np.testing.assert_allclose(layer.get_weights()[0], weights, rtol=1e-4, atol=1e-6)
 
 
+# A majority of signs
+
+VOTED = "sign:majority"
+PULLED = {"scheme": pipetrain.ParameterServer(order="layerwise", compression=VOTED), "devices": DEVICES}
+VOTES = {
+    "all-reduce": {"scheme": pipetrain.AllReduce(order="none", compression=VOTED), "devices": DEVICES},
+    "two workers": {"scheme": pipetrain.AllReduce(order="none", compression=VOTED), "devices": DEVICES[:2]},
+    "one worker": {"scheme": pipetrain.AllReduce(order="none", compression=VOTED), "devices": DEVICES[:1]},
+    "parameter-server": PULLED,
+    "stale": {**PULLED, "scheme": pipetrain.ParameterServer(order="none", compression=VOTED, synchrony="stale:1")},
+    "replicas": {
+        "scheme": pipetrain.OneFOneB(replica_compression=VOTED),
+        "stages": 1,
+        "replicas": (3,),
+        "microbatches": 1,
+        "devices": DEVICES,
+    },
+}
+
+
+@pytest.mark.parametrize(("way", "threads"), [*((each, False) for each in VOTES), ("replicas", True)])
+def test_the_majority_of_signs_is_that_of_numpy(way, threads, monkeypatch):
+    """One layer without a bias; one input is 0 in all rows, one in the first half of a minibatch.
+
+    The last minibatch has two rows: one of three workers has none, and does not vote.
+    """
+    if threads:
+        inside.by_threads(monkeypatch)
+    rng = np.random.default_rng(0)
+    networks.draw_from(0)
+    x, y = rng.normal(size=(56, 8)).astype("float32"), rng.normal(size=(56, 4)).astype("float32")
+    x[:, 3] = 0.0
+    for first in range(0, 56, 9):
+        x[first : first + 4, 5] = 0.0
+    layer = keras.layers.Dense(4, use_bias=False)
+    model = keras.Sequential([keras.Input((8,)), layer])
+    weights, rate = layer.get_weights()[0].astype(np.float64), 0.01
+    begun = weights.copy()
+    pm = pipetrain.PipelineModel(model, **VOTES[way])
+    pm.compile(keras.optimizers.SGD(rate), "mse")
+    pm.fit(x, y, batch_size=9, epochs=2, shuffle=False, verbose=0)
+    workers, late, silent = len(VOTES[way]["devices"]), None, 0
+    for step, first in enumerate([*range(0, 56, 9)] * 2):
+        if way == "stale" and first == 0:
+            late = None  # an epoch's last gradients are applied when it ends
+        batch, votes = np.arange(first, min(first + 9, 56)), np.zeros((8, 4))
+        for worker in range(workers):
+            mine = batch[rows_of(len(batch), worker, workers)]
+            gradient = x[mine].T @ (x[mine] @ (weights if late is None else late) - y[mine])
+            silent += not len(mine)
+            of_zero = 1 if (step + worker) % 2 == 0 else -1
+            votes += np.where(gradient == 0, of_zero, np.sign(gradient)) if len(mine) else 0
+        if way == "stale":
+            late = weights if first + 9 < 56 else None
+        weights = weights - rate * np.sign(votes)
+    assert silent == (2 if workers == 3 else 0)
+    np.testing.assert_allclose(layer.get_weights()[0], weights, atol=2e-6)
+    moved = np.abs(layer.get_weights()[0] - begun)
+    assert moved.max() > 2 * rate and moved[3].max() < 1.01 * rate
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"scheme": "all-reduce", "devices": DEVICES, "order": "layerwise", "compression": VOTED},
+        {"scheme": "1f1b", "replica_compression": VOTED, "replicas": (2, 2), "stages": 2, "microbatches": 2},
+    ],
+    ids=["all-reduce", "1f1b"],
+)
+def test_a_run_by_majority_that_is_stopped_goes_on_bitwise(way, tmp_path):
+    assert_goes_on_bitwise(tmp_path, **way)
+
+
+def test_where_there_is_no_majority_is_refused():
+    def compiled(optimizer=None, model=None, **way):
+        pm = networks.pipeline(model or networks.mlp(2, 16), optimizer or keras.optimizers.SGD(0.001), **way)
+        pm.fit(np.zeros((8, 2)), np.ones((8, 1)), batch_size=8, verbose=0)
+
+    every = {"scheme": "all-reduce", "devices": DEVICES, "stages": None, "order": "none", "compression": VOTED}
+    with pytest.raises(ValueError, match=r"average how far.*='sign:majority', synchrony='local:4'. Try .*='sign'"):
+        pipetrain.AllReduce(compression=VOTED, synchrony="local:4")
+    scaled = keras.optimizers.SGD(0.001, loss_scale_factor=1024.0)
+    with pytest.raises(ValueError, match=r"loss_scale_factor=1024.0. Try loss_scale_factor=None"):
+        compiled(scaled, **every)
+    with pytest.raises(ValueError, match=r"compression='sign:majority', embeddings \[.*\]. Try 'sign'"):
+        compiled(model=words(), **every)
+    table = keras.Sequential([keras.Input((2,)), Table(name="table"), keras.layers.Dense(1)])
+    pm = pipetrain.PipelineModel(table, scheme=pipetrain.AllReduce(compression=VOTED), devices=DEVICES[:2])
+    pm.compile(keras.optimizers.SGD(1e-3), "mse")
+    with pytest.raises(ValueError, match=r"rows for \[.*table/rows'\]. Try 'sign'"):
+        pm.fit(np.zeros((8, 2)), np.ones((8, 1)), batch_size=8, verbose=0)
+    with pytest.raises(ValueError, match=r"replicas=\(2, 1, 2\). Try replicas=\(2, 2, 2\), or 'sign'"):
+        networks.pipeline(scheme="1f1b", replica_compression=VOTED, replicas=(2, 1, 2))
+    shared = networks.in_way(
+        networks.tied_autoencoder(),
+        scheme="1f1b",
+        replica_compression=VOTED,
+        replicas=(2, 2, 2),
+        cuts=("d0", "d3"),
+    )
+    with pytest.raises(ValueError, match=r"weights that several layers or calls have. Try 'sign'"):
+        shared.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
+
+
 CLIPNORM = 1.5
 WARM = {"share": 1 / 8, "warm_up": 10, "local_clipnorm": CLIPNORM}
 
@@ -300,7 +404,9 @@ def test_rows_of_embeddings_are_sent_as_they_are():
     assert id(pm.model.trainable_variables[0]) not in left and id(pm.model.trainable_variables[1]) in left
 
 
-@pytest.mark.parametrize("compression", parameters.by_default(EVERY, "float16", "top-k", "int4"))
+@pytest.mark.parametrize(
+    "compression", parameters.by_default((*EVERY, "sign:majority"), "float16", "top-k", "int4", "sign:majority")
+)
 @pytest.mark.parametrize("spoiled", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_not_hidden(compression, spoiled):
     x, y = networks.data(20)
@@ -535,6 +641,136 @@ def test_numbers_that_the_other_type_has_arrive(name):
     cut = CutMessages(compression_of(name), 0, [spec], [True], ())
     found = cut.decoded(cut.encoded(BoundaryTensors([sent], [None]), tf.zeros([], tf.int64), 0))
     assert found.tensors[0].numpy().tolist() == sent.numpy().tolist()
+
+
+class InBytes(Compression):
+    """Loses nothing."""
+
+    def encode(self, values):
+        """Four bytes a number."""
+        return [tf.bitcast(values, tf.uint8)]
+
+    def decode(self, parts):
+        """The numbers."""
+        return tf.bitcast(parts[0], tf.float32)
+
+
+class UpperHalves(Compression):
+    """bfloat16 by hand: the upper 16 bits, rounded to the nearest, ties to even; how many there are, twice."""
+
+    def encode(self, values):
+        """Two bytes a number, and parts of other numbers of dimensions."""
+        bits = tf.bitcast(values, tf.uint32)
+        odd = tf.bitwise.bitwise_and(
+            tf.bitwise.right_shift(bits, tf.constant(16, tf.uint32)), tf.constant(1, tf.uint32)
+        )
+        upper = tf.bitwise.right_shift(bits + tf.constant(0x7FFF, tf.uint32) + odd, tf.constant(16, tf.uint32))
+        return [tf.size(values), tf.cast(upper, tf.uint16), tf.fill([1, 2], tf.size(values))]
+
+    def decode(self, parts):
+        """The numbers."""
+        count, upper, again = parts
+        with tf.control_dependencies([tf.debugging.assert_equal(again, tf.fill([1, 2], count))]):
+            return tf.bitcast(tf.bitwise.left_shift(tf.cast(upper, tf.uint32), tf.constant(16, tf.uint32)), tf.float32)
+
+    def sent_bytes(self, shape, item_bytes=4):
+        """Two a number, and of the rest."""
+        return 2 * math.prod(shape) + 12
+
+
+@pytest.mark.parametrize(("own", "same"), [(InBytes(), None), (UpperHalves(), "bfloat16")], ids=["all", "half"])
+@pytest.mark.parametrize(
+    ("scheme", "threads"),
+    parameters.combinations(
+        ("1f1b", "spectrain", "zb-v"), (False, True), default=[("1f1b", False), ("1f1b", True), ("spectrain", False)]
+    ),
+)
+def test_one_of_ones_own_crosses_cuts(scheme, threads, own, same, monkeypatch):
+    """The last minibatch is short. Bitwise what comes of none, or of the same one of the package."""
+    if threads:
+        inside.by_threads(monkeypatch)
+    pm = piped(scheme, own)
+    assert inside.is_program(pm) != threads
+    networks.assert_equal(pm.get_weights(), piped(scheme, same).get_weights())
+    x, _ = networks.data(ROWS)
+    plain = pm.model.predict(x, verbose=0)
+    np.testing.assert_allclose(pm.predict(x, verbose=0), plain, rtol=1e-5, atol=1e-6)
+    assert own.sent_bytes((8,)) == (32 if same is None else 28)
+    planned = inside.planner(pm).partition(BATCH).stages[0].crossing_bytes(own)
+    assert planned == own.sent_bytes((BATCH * WIDTH,))
+    sent = sum(each.size_bytes for each in pm.trace.transfers if each.op == "F" and each.from_stage == 0)
+    sizes = ROWS // BATCH * planned + own.sent_bytes((ROWS % BATCH * WIDTH,))
+    assert sizes <= sent / 2
+
+
+@pytest.mark.wide
+def test_one_of_ones_own_crosses_between_replicas_and_of_other_types():
+    for own, same in ((InBytes(), None), (UpperHalves(), "bfloat16")):
+        found = []
+        for each in (own, same):
+            pm = networks.pipeline(scheme="1f1b", compression=each, replicas=(2, 1, 2), microbatches=2)
+            networks.fit(pm, *networks.data(ROWS), epochs=2)
+            found.append(pm.get_weights())
+        networks.assert_equal(*found)
+
+
+@pytest.mark.parametrize("scheme", parameters.by_default(("1f1b", "spectrain"), "1f1b", wide=("1f1b", "spectrain")))
+def test_a_pipeline_with_one_of_ones_own_that_is_stopped_goes_on_bitwise(scheme, tmp_path):
+    assert_goes_on_bitwise(tmp_path, scheme=scheme, compression=UpperHalves())
+
+
+def test_parts_over_a_cut_may_be_fewer_by_a_share_and_of_any_rows():
+    class Largest(Compression):
+        """The largest quarter with their places."""
+
+        def encode(self, values):
+            places = tf.math.top_k(tf.abs(values), tf.size(values) // 4).indices
+            return [places[:, tf.newaxis], tf.gather(values, places), tf.shape(values)]
+
+        def decode(self, parts):
+            return tf.scatter_nd(*parts)
+
+    cut = CutMessages(Largest(), 0, [tf.TensorSpec([None, 2], tf.float32)], [True], ())
+    for rows in (0, 1, 8):
+        sent = tf.random.stateless_normal([rows, 2], (0, rows))
+        there = cut.decoded(cut.encoded(BoundaryTensors([sent], [None]), tf.zeros([], tf.int64), 0)).tensors[0].numpy()
+        least = np.sort(np.abs(sent).ravel())[rows * 2 - rows // 2 :].min(initial=math.inf)
+        np.testing.assert_array_equal(there, np.where(np.abs(sent) >= least, sent, 0))
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_one_of_ones_own_that_cannot_cross_is_refused(threads, monkeypatch):
+    if threads:
+        inside.by_threads(monkeypatch)
+
+    class Kept(InBytes):
+        error_feedback = True
+
+    class InPairs(InBytes):
+        def encode(self, values):
+            return [tf.reshape(values, [values.shape[0] // 2, 2])]
+
+    class Positive(InBytes):
+        def encode(self, values):
+            return [tf.boolean_mask(values, values > 0)]
+
+    class OfAnyRank(InBytes):
+        def encode(self, values):
+            return [tf.ensure_shape(tf.numpy_function(lambda each: each, [values], tf.float32), None)]
+
+    for made in (pipetrain.OneFOneB, pipetrain.SpecTrain):
+        with pytest.raises(
+            ValueError, match=r"of no use to the next.*Kept\(\)' with error_feedback=True.*Try error_fee"
+        ):
+            made(compression=Kept())
+    for wrong, said in (
+        (InPairs(), r"InPairs\(\), whose encode.*Try tf.shape"),
+        (Positive(), r"same number of bytes.*Positive\(\).*Try tensors of fixed shapes"),
+        (OfAnyRank(), r"OfAnyRank\(\).*reshape"),
+    ):
+        pm = networks.pipeline(networks.mlp(2, 16), scheme="1f1b", cuts=("d0",), compression=wrong)
+        with pytest.raises(ValueError, match=said):
+            networks.fit(pm, *networks.data(20))
 
 
 def test_what_cannot_cross_is_refused():

@@ -20,6 +20,7 @@ from pipetrain.compute.functions.weight_binding import any_rows
 from pipetrain.compute.optimizer.slots import Slot
 from pipetrain.compute.transfers.message import Gradients, MessageLayout, Order, Received, flat, in_order, summed_rows
 from pipetrain.schemes.compression import (
+    VOTE_BITS,
     BFloat16,
     Compression,
     Float16,
@@ -73,6 +74,10 @@ class Codec:
     def sent_bytes(self) -> int:
         """Of a message."""
         return sum(map(size_bytes, self.parts))
+
+    def summed(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        """What messages of several devices bring together."""
+        return in_order(values)
 
     def _lengths(self) -> list[Length]:
         return [(self.count, self.spec.dtype)]
@@ -184,16 +189,52 @@ class SignCodec(Codec):
     def encode(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any) -> tuple[Parts, Any]:
         """See ``Codec``."""
         values = tf.cast(flat(value), tf.float32)
-        bits = tf.pad(tf.cast(values >= 0, tf.int32), [[0, -self.count % 8]])
-        numbers = tf.reduce_sum(tf.reshape(bits, [-1, 8]) * BITS, axis=1)
-        return [tf.cast(numbers, tf.uint8), tf.reduce_mean(tf.abs(values))[tf.newaxis]], memory
+        return [_packed(values >= 0, self.count), tf.reduce_mean(tf.abs(values))[tf.newaxis]], memory
 
     def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
         """See ``Codec``."""
         numbers, scale = parts
-        bits = tf.bitwise.bitwise_and(numbers[:, tf.newaxis], tf.constant(BITS, tf.uint8)) > 0
-        signs = tf.where(tf.reshape(bits, [-1])[: self.count], 1.0, -1.0)
+        signs = tf.where(_unpacked(numbers)[: self.count], 1.0, -1.0)
         return tf.cast(signs * scale, self.spec.dtype)
+
+
+class VoteCodec(Codec):
+    """A bit an element, its sign, and two for all: whether they are finite, and whether any is not 0."""
+
+    def _lengths(self) -> list[Length]:
+        return [(math.ceil((self.count + VOTE_BITS) / 8), tf.uint8)]
+
+    def encode(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any) -> tuple[Parts, Any]:
+        """See ``Codec``."""
+        values = flat(value)
+        # A bit cannot say 0. The same sign for it in every step would move weights that have no gradient.
+        is_even = (tf.cast(seed[0], tf.int64) + tf.cast(stream, tf.int64)) % 2 == 0
+        signs = tf.where(values == 0, is_even, values > 0)
+        about = tf.stack([tf.reduce_all(tf.math.is_finite(values)), tf.reduce_any(values != 0)])
+        return [_packed(tf.concat([signs, about], 0), self.count + VOTE_BITS)], memory
+
+    def decode(self, parts: Parts, seed: Seed) -> tf.Tensor:
+        """See ``Codec``."""
+        bits = _unpacked(parts[0])
+        are_finite, votes = bits[self.count], bits[self.count + 1]
+        vote = tf.where(are_finite, tf.cast(votes, tf.float32), math.nan)
+        return tf.cast(tf.where(bits[: self.count], vote, -vote), self.spec.dtype)
+
+    def summed(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The signs of the sum: those of the majority, 0 at a tie."""
+        return tf.sign(super().summed(values))
+
+
+def _packed(bits: tf.Tensor, count: int) -> tf.Tensor:
+    """So many truth values, eight in a byte."""
+    padded = tf.pad(tf.cast(bits, tf.int32), [[0, -count % 8]])
+    return tf.cast(tf.reduce_sum(tf.reshape(padded, [-1, 8]) * BITS, axis=1), tf.uint8)
+
+
+def _unpacked(numbers: tf.Tensor) -> tf.Tensor:
+    """The truth values of bytes."""
+    bits = tf.bitwise.bitwise_and(numbers[:, tf.newaxis], tf.constant(BITS, tf.uint8)) > 0
+    return tf.reshape(bits, [-1])
 
 
 class TopKCodec(Codec):
@@ -281,20 +322,28 @@ class OwnCodec(Codec):
     Both are given, and give, tensors of one dimension.
     """
 
+    def _made(self, count: int | None) -> list[tf.TensorSpec]:
+        """The specs of what ``encode`` gives for so many elements, None for any number."""
+        made = tf.function(lambda value: self.options.encode(value)).get_concrete_function(
+            tf.TensorSpec([count], self.spec.dtype)
+        )
+        return [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(made.structured_outputs)]
+
     @cached_property
     def parts(self) -> list[tf.TensorSpec]:
         """See ``Codec``."""
-        made = tf.function(lambda value: self.options.encode(value)).get_concrete_function(
-            tf.TensorSpec([self.count], self.spec.dtype)
-        )
-        found = [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(made.structured_outputs)]
+        found = self._made(self.count)
         if any(each.shape.num_elements() is None for each in found):
             raise ValueError(
-                "All messages of a variable have the same number of bytes. Received: "
+                "All messages of as many elements have the same number of bytes. Received: "
                 f"compression={self.options}, whose encode gives {[str(each.shape) for each in found]} for "
                 f"{self.count} elements. Try tensors of fixed shapes."
             )
         return found
+
+    def check_sizes(self) -> None:
+        """Raise ValueError for parts whose sizes the number of elements does not tell."""
+        _ = self.parts
 
     def _lengths(self) -> list[Length]:
         return [(each.shape.num_elements(), each.dtype) for each in self.parts]
@@ -309,6 +358,54 @@ class OwnCodec(Codec):
         return tf.cast(self.options.decode(shaped), self.spec.dtype)
 
 
+class OwnCutCodec(OwnCodec):
+    """The same for any number of elements: a message begins with the sizes of its parts, which may depend on it."""
+
+    def __init__(self, options: Any, dtype: tf.DType) -> None:
+        self.options, self.spec, self.count = options, tf.TensorSpec([None], dtype), None
+        # Now: what cannot be is to be refused before anything is sent. Bytes are planned by the number of elements.
+        self.parts = self._of_any_size()
+        OwnCodec(options, tf.TensorSpec([MANY], dtype)).check_sizes()
+
+    def _of_any_size(self) -> list[tf.TensorSpec]:
+        try:
+            found = self._made(None)
+        except (TypeError, ValueError) as error:  # told by TensorFlow with the lines of its own that led there
+            *_, why = [type(error).__name__, *str(error).split("\n\n")[-1].strip().splitlines()]
+            raise ValueError(
+                "What crosses a cut has a number of elements that is not known while functions are traced. Received: "
+                f"compression={self.options}, whose encode does not take them ({why.strip()}). "
+                "Try tf.shape(values) in place of values.shape, or one of: 'bfloat16', 'int8'."
+            ) from error
+        if any(each.shape.rank is None for each in found):
+            raise ValueError(
+                "The parts of a message have a known number of dimensions each. Received: "
+                f"compression={self.options}, whose encode gives {[str(each.shape) for each in found]}. "
+                "Try tf.reshape(part, [-1]) in encode."
+            )
+        return found
+
+    def message(self, value: tf.Tensor, seed: Seed, stream: Any, memory: Any = None) -> tuple[tf.Tensor, Any]:
+        """See ``Codec``."""
+        parts, memory = self.encode(value, seed, stream, memory)
+        sizes = [_open_sizes(each, spec) for each, spec in zip(parts, self.parts, strict=True)]
+        return tf.concat([*sizes, *map(_as_bytes, parts)], 0), memory
+
+    def value(self, message: tf.Tensor, seed: Any) -> tf.Tensor:
+        """See ``Codec``."""
+        shapes = []
+        for spec in self.parts:
+            shape, message = _shape_and_rest(message, spec)
+            shapes.append(shape)
+        pairs = [*zip(shapes, self.parts, strict=True)]
+        pieces = tf.split(message, [math.prod(shape) * spec.dtype.size for shape, spec in pairs])
+        shaped = [
+            tf.ensure_shape(tf.reshape(_of_bytes(piece, spec.dtype), shape), spec.shape)
+            for piece, (shape, spec) in zip(pieces, pairs, strict=True)
+        ]
+        return flat(tf.cast(self.options.decode(shaped), self.spec.dtype))
+
+
 CODECS: dict[type[Compression], type[Codec]] = {
     **{BFloat16: CastCodec, Float16: CastCodec, Int8: IntegerCodec, Int4: IntegerCodec, Sign: SignCodec},
     **{TopK: TopKCodec, RandomK: RandomKCodec, PowerSGD: LowRankCodec},
@@ -319,7 +416,7 @@ def codec_of(options: Compression, spec: tf.TensorSpec) -> Codec:
     """What makes messages of such gradients: whole ones, where these are no larger."""
     if hasattr(options, "encode"):
         return OwnCodec(options, spec)
-    kind = next(CODECS[each] for each in type(options).__mro__ if each in CODECS)
+    kind = VoteCodec if options.majority else next(CODECS[each] for each in type(options).__mro__ if each in CODECS)
     made = kind(options, spec)
     return made if made.sent_bytes < size_bytes(spec) else Codec(None, spec)
 
@@ -394,12 +491,18 @@ class Compressor:
             )
 
     def check_dense(self, rows: Collection[int]) -> None:
-        """Raise ValueError for gradients that are rows where messages have the momentum: these would have none."""
+        """Raise ValueError for gradients that are rows where messages have the momentum, or votes: these have none."""
         if self._momentum and rows:
             names = [self._originals[n].path for n in sorted(rows)]
             raise ValueError(
                 f"Momentum correction needs gradients that are no rows. Received: {self._argument}={self.options!r}, "
                 f"rows for {names}. Try momentum_correction=False."
+            )
+        if self.options.majority and rows:
+            names = [self._originals[n].path for n in sorted(rows)]
+            raise ValueError(
+                "Workers vote on all elements of a variable, and a gradient that is rows has some. Received: "
+                f"{self._argument}={str(self.options)!r}, rows for {names}. Try {self.options.name!r}."
             )
 
     def slots(self) -> list[Slot]:
@@ -463,9 +566,7 @@ class Compressor:
         sums = []
         for sink, of_sources, rest in zip(sinks, received, others, strict=True):
             with tf.device(sink):
-                found = {
-                    n: in_order([self.decoded(each.values[n], n, step(sink)) for each in of_sources]) for n in dense
-                }
+                found = {n: self.summed([each.values[n] for each in of_sources], n, step(sink)) for n in dense}
             sums.append({**found, **rest})
         return sums
 
@@ -520,10 +621,10 @@ class Compressor:
                     kept.velocity.value.assign(left, read_value=False)
             return message
 
-    def decoded(self, message: tf.Tensor, n: int, step: tf.Tensor) -> tf.Tensor:
-        """What a message brings."""
-        codec = self._codecs[n]
-        return tf.reshape(codec.value(message, (step, self._first + n)), codec.spec.shape)
+    def summed(self, messages: Sequence[tf.Tensor], n: int, step: tf.Tensor) -> tf.Tensor:
+        """What the messages of a variable's gradients bring together."""
+        codec, seed = self._codecs[n], (step, self._first + n)
+        return codec.summed([tf.reshape(codec.value(each, seed), codec.spec.shape) for each in messages])
 
 
 class ReplicaSums:
@@ -616,7 +717,7 @@ class ReplicaSums:
         sizes = [self._compressor.sent_bytes(n) for n in numbers]
         parts = [tf.split(each, sizes) for each in messages]
         return [
-            in_order([self._compressor.decoded(part, n, step) for part in of_variable])
+            self._compressor.summed(of_variable, n, step)
             for n, of_variable in zip(numbers, zip(*parts, strict=True), strict=True)
         ]
 
@@ -666,6 +767,8 @@ class CutMessages:
         self._down = [(spec, flow and self._is_smaller(spec)) for spec, flow in zip(specs, flows, strict=True)]
         wanted = [n for n, flow in enumerate(flows) if flow and n not in unreached]
         self._up = [self._down[n] for n in wanted]
+        types = {spec.dtype for spec, coded in self._down if coded}
+        self._own = {each: OwnCutCodec(options, each) for each in types if hasattr(options, "encode")}
 
     def _is_smaller(self, spec: tf.TensorSpec) -> bool:
         is_less = spec.dtype.is_floating and self._options.encodes((MANY,), spec.dtype.size)
@@ -709,24 +812,35 @@ class CutMessages:
         codec = self._codec(spec, tf.size(value))
         value = value if isinstance(codec, CastCodec) else _finite_or_nan(value)
         message, _ = codec.message(value, seed, stream)
-        sizes = tf.gather(tf.shape(value), _open(spec))
-        return tf.concat([_as_bytes(sizes), message], 0)
+        return tf.concat([_open_sizes(value, spec), message], 0)
 
     def _value(self, message: tf.Tensor, spec: tf.TensorSpec, number: int) -> tf.Tensor:
-        places = _open(spec)
-        head = len(places) * tf.int32.size
-        sizes = dict(zip(places, tf.unstack(_of_bytes(message[:head], tf.int32), len(places)), strict=True))
-        shape = [sizes.get(n, size) for n, size in enumerate(spec.shape)]
-        value = self._codec(spec, math.prod(shape)).value(message[head:], None)
+        shape, rest = _shape_and_rest(message, spec)
+        value = self._codec(spec, math.prod(shape)).value(rest, None)
         return tf.ensure_shape(tf.reshape(value, shape), spec.shape)
 
     def _codec(self, spec: tf.TensorSpec, count: Any) -> Codec:
+        if spec.dtype in self._own:
+            return self._own[spec.dtype]
         return CODECS[type(self._options)](self._options, spec, count)
 
 
 def _open(spec: tf.TensorSpec) -> list[int]:
-    """Which dimensions a spec leaves open: the rows at least, see ``any_rows``."""
+    """Which dimensions a spec leaves open: of what crosses a cut the rows at least, see ``any_rows``."""
     return [n for n, size in enumerate(spec.shape) if size is None]
+
+
+def _open_sizes(value: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+    """The bytes of the sizes that a spec leaves open."""
+    return _as_bytes(tf.gather(tf.shape(value), tf.constant(_open(spec), tf.int32)))
+
+
+def _shape_and_rest(message: tf.Tensor, spec: tf.TensorSpec) -> tuple[list[Any], tf.Tensor]:
+    """The shape, by such sizes at a message's beginning, and what follows them."""
+    places = _open(spec)
+    head = len(places) * tf.int32.size
+    sizes = dict(zip(places, tf.unstack(_of_bytes(message[:head], tf.int32), len(places)), strict=True))
+    return [sizes.get(n, size) for n, size in enumerate(spec.shape)], message[head:]
 
 
 def messages_of_cuts(options: Compression | None, stages: Sequence[Any]) -> list[CutMessages] | None:
