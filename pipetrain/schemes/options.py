@@ -223,7 +223,7 @@ class Vanilla(AsynchronousOptions):
             none over this many steps; where it is at most 1, nothing changes. Source: PipeMare (arXiv 1910.05124).
         compression: what becomes of activations and their gradients between stages: ``bfloat16``, ``float16``,
             ``int8`` or ``int4``, also with a block's size, ``"int8:64"``, or an object such as
-            ``pipetrain.Int8(block=64)``. What has no gradients is sent as it is.
+            ``pipetrain.Int8(block=64)``, or one of your own. What has no gradients is sent as it is.
         replica_compression: what becomes of the gradients that the devices of a stage sum, where it has several: any
             of those that ``AllReduce`` has, such as ``int8``, ``top-k:0.01`` or ``pipetrain.PowerSGD(rank=4)``.
     """

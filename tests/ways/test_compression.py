@@ -721,10 +721,11 @@ def test_a_pipeline_with_one_of_ones_own_that_is_stopped_goes_on_bitwise(scheme,
 
 def test_parts_over_a_cut_may_be_fewer_by_a_share_and_of_any_rows():
     class Largest(Compression):
-        """The largest quarter with their places."""
+        """The largest quarter with their places; an even number of elements."""
 
         def encode(self, values):
-            places = tf.math.top_k(tf.abs(values), tf.size(values) // 4).indices
+            pairs = tf.reshape(values, [-1, 2])
+            places = tf.math.top_k(tf.abs(values), tf.size(pairs) // 4).indices
             return [places[:, tf.newaxis], tf.gather(values, places), tf.shape(values)]
 
         def decode(self, parts):

@@ -39,6 +39,7 @@ StepNumber = Callable[[str], tf.Tensor]  # on a device
 OfWorker = tuple[int, str, Gradients]  # its number, its device, and what it has made
 OF_REPLICAS = 1 << 40  # numbers of gradients that replicas sum begin with it; those of what crosses cuts are less
 FINITE = 65504.0  # the largest number of float16
+DIVISIBLE = 64 * math.lcm(*range(1, 11))  # elements, which make whole blocks of most sizes
 BITS = [1 << n for n in range(8)]
 # What a device has not sent yet, as its slots are called: of gradients, of sums of these by momentum, which are applied
 # otherwise, or of how far weights have moved; and the sums that momentum goes on with. Of each only the sum over a
@@ -365,7 +366,7 @@ class OwnCutCodec(OwnCodec):
         self.options, self.spec, self.count = options, tf.TensorSpec([None], dtype), None
         # Now: what cannot be is to be refused before anything is sent. Bytes are planned by the number of elements.
         self.parts = self._of_any_size()
-        OwnCodec(options, tf.TensorSpec([MANY], dtype)).check_sizes()
+        OwnCodec(options, tf.TensorSpec([DIVISIBLE], dtype)).check_sizes()
 
     def _of_any_size(self) -> list[tf.TensorSpec]:
         try:
