@@ -50,6 +50,10 @@ SENDING: dict[str, Mapping[str, Any]] = {
         f"all-reduce/diloco:{steps}": {"scheme": AllReduce(ORDER, synchrony=LocalSGD(steps, 0.7, 0.9))}
         for steps in (8, 32)
     },
+    "all-reduce/local:32 in 4 fragments": {"scheme": AllReduce(ORDER, synchrony=LocalSGD(32, fragments=4))},
+    "all-reduce/local:32 in 4 fragments + overlap": {
+        "scheme": AllReduce(ORDER, synchrony=LocalSGD(32, fragments=4, overlap=True))
+    },
     "all-reduce/stale:1": {"scheme": AllReduce(ORDER, synchrony="stale:1")},
     **{
         f"parameter-server/{synchrony}": {"scheme": ParameterServer(ORDER, synchrony=synchrony)}
