@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -42,9 +42,15 @@ def joined(devices: Sequence[str], within_functions: bool = False) -> Cluster:
     slowest = max((link for row in between for link in row), key=lambda link: link.seconds(LARGEST_BYTES))
     remote = tuple(filter(is_remote, devices))
     overhead_s, call_s = (0.0, _call_of_all_s(remote)) if within_functions else (_overhead_s(remote), 0.0)
-    own_cores = _own_cores(devices)
-    processors = _at_once(own_cores, devices)
-    return Cluster((Level(slowest),), None, processors, own_cores, tuple(map(tuple, between)), overhead_s, call_s)
+    return Cluster(
+        (Level(slowest),),
+        None,
+        _at_once(devices),
+        tuple(map(tuple, between)),
+        overhead_s,
+        call_s,
+        cores=_own_cores(devices),
+    )
 
 
 def with_message_work(cluster: Cluster, devices: Sequence[str]) -> Cluster:
@@ -184,14 +190,18 @@ def _first(tensor: tf.Tensor) -> tf.Tensor:
     return tensor[0]
 
 
-def _at_once(own_cores: Sequence[Sequence[int]], devices: Sequence[str]) -> float:
+def _at_once(devices: Sequence[str]) -> float:
     """How many of the devices work at once: CPU devices share the cores that their workers keep to."""
     if any("CPU" not in device for device in devices):
         return float("inf")
-    by_host: dict[str, list[Sequence[int]]] = {}
-    for device, own in zip(devices, own_cores or [()] * len(devices), strict=True):
-        by_host.setdefault(_host(device), []).append(own)
-    return sum(min(len({*chain(*members)}) or len(members), len(members)) for members in by_host.values())
+    at_once = 0
+    by_host: dict[str, set[str]] = {}
+    for device in devices:
+        by_host.setdefault(_host(device), set()).add(device)
+    for members in by_host.values():
+        known = {core for device in members for core in _cores(device)}
+        at_once += min(len(known), len(members)) if known else len(members)
+    return at_once
 
 
 def _own_cores(devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -212,9 +222,9 @@ def _cores(device: str) -> list[int]:
 
 SIDE = 256  # of the matrices that are multiplied meanwhile
 COMPUTED_S = 0.2  # what the multiplications take; the messages arrive within less
-SENT_S, MOST_BYTES = 0.1, 2**23  # what the large messages take together each way, and their bytes at most
-LARGE, SMALL = 8, 200  # so many messages each way
-WORK_REPEATS = 5
+SENT_S, MOST_BYTES = 0.1, 2**20  # what the large messages take together each way, and their bytes at most
+LARGE, SMALL = 32, 200  # so many messages each way
+WORK_REPEATS = 7
 
 
 def message_work(devices: Sequence[str], cluster: Cluster) -> tuple[float, float]:

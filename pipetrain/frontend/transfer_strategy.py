@@ -61,7 +61,7 @@ from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
 from pipetrain.simulation.data_parallel import Setting
-from pipetrain.simulation.profiled import coded, message_of, near
+from pipetrain.simulation.profiled import coded, message_of, near, updating_alone
 
 
 def workload_of(
@@ -447,8 +447,10 @@ class TransferStrategy(RunnerStrategy):
                 cluster = with_message_work(cluster, self._devices)
                 message = message_of(cluster, workers, self._serves, self._topology)
         workload = workload_of(planner.chain, variables, profile, message, workers, self._rows_alone())
+        if isinstance(self._synchrony, LocalSGD):
+            workload = updating_alone(workload)
         if profile is not None and self._compression is not None:
-            workload = coded(workload, profile, self._compression, workers, self._synchrony)
+            workload = coded(workload, profile, self._compression, workers, self._join_steps)
         sent = input_bytes(self.model, planner.shapes, (rows or DEFAULT_ROWS) // workers)
         return Setting(
             workload,

@@ -414,9 +414,10 @@ CLOSE, MOST, TURNS = 1.15, 3, 3
 def finalists(first_s: Sequence[float], predicted: Sequence[float]) -> list[int]:
     """Numbers of those to try again, the fastest first; none if one stands alone.
 
-    Of three at most one is that whose trial was the shortest. The others are within 15% of the fastest by
-    ``sqrt(first_s * predicted)``, since what else the machine does makes a single trial longer. The simplest of these
-    is among them, since it is taken even if another is a little faster.
+    Of three at most one is the simplest of those that took at most 3% longer than the shortest trial, which is what
+    would be taken without turns. The others are within 15% of the fastest by ``sqrt(first_s * predicted)``, since what
+    else the machine does makes a single trial longer. The simplest of these is among them, since it is taken even if
+    another is a little faster.
 
     Args:
         first_s: seconds of a minibatch in the trial of each, infinite if it failed; the simplest comes first.
@@ -427,8 +428,8 @@ def finalists(first_s: Sequence[float], predicted: Sequence[float]) -> list[int]
     close = sorted((n for n, each in enumerate(both) if each <= CLOSE * least_s < math.inf), key=both.__getitem__)
     if not close:
         return []
-    needed = dict.fromkeys((min(range(len(first_s)), key=first_s.__getitem__), min(close)))
-    chosen = sorted([*dict.fromkeys([*needed, *close])][:MOST], key=both.__getitem__)
+    by_trial = next(n for n, each in enumerate(first_s) if each <= MARGIN * min(first_s))
+    chosen = sorted([*dict.fromkeys([by_trial, min(close), *close])][:MOST], key=both.__getitem__)
     return chosen if len(chosen) > 1 else []
 
 

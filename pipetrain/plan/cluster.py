@@ -84,8 +84,6 @@ class Cluster:
         levels: innermost first. Each one's groups hold whole groups of the one before.
         memory_bytes: the memory of every device; None for no limit.
         processors: how many devices work at once: logical CPU devices share the processor's cores.
-        cores: of each device the numbers of the processor cores that it may work on, where these are known: devices
-            that keep to the same core wait for each other though another core has nothing to do.
         between: the link between each two devices by their numbers, where they were measured; None where the levels
             say it.
         overhead_s: seconds that every action, a forward or a backward, takes on a device in addition to its computing,
@@ -95,18 +93,20 @@ class Cluster:
         message_work: seconds of either end's processor that a message takes, beside its way: what that computes ends
             so much later. Counted where gradients or layers' outputs are exchanged between all devices, not for what
             crosses a pipeline's cuts.
+        cores: of each device the numbers of the processor cores that it may work on, where these are known: devices
+            that keep to the same core wait for each other though another core has nothing to do.
 
-    Raises ValueError for groups that do not nest.
+    Raises ValueError for groups that do not nest, and for a device without a core where cores are known.
     """
 
     levels: tuple[Level, ...] = (Level(PCIE_3),)
     memory_bytes: int | None = None
     processors: float = math.inf
-    cores: tuple[tuple[int, ...], ...] = ()
     between: tuple[tuple[Link, ...], ...] | None = None
     overhead_s: float = 0.0
     call_s: float = 0.0
     message_work: Message = NO_WORK
+    cores: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         sizes = [level.devices for level in self.levels]
@@ -119,6 +119,10 @@ class Cluster:
             raise ValueError(
                 f"Every level of a cluster holds whole groups of the level before. Received: devices={sizes}. "
                 "Try 4 devices a host, then any number of hosts: levels of 4 devices and of no number."
+            )
+        if not all(self.cores):
+            raise ValueError(
+                f"A device works on a core at least. Received: cores={self.cores}. Try cores=(), for not known."
             )
 
     def link(self, first: int, last: int) -> Link:

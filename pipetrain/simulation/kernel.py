@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
@@ -68,8 +68,7 @@ class Processors:
 
     def __init__(self, cluster: Cluster, devices: int) -> None:
         self._idle, self._queue = cluster.processors, deque[tuple[int, Happens]]()
-        own = cluster.cores[:devices] if len(cluster.cores) >= devices else ()
-        self._cores = own if len({core for each in own for core in each}) < sum(map(len, own)) else ()
+        self._cores = _shared(cluster.cores[:devices]) if len(cluster.cores) >= devices else ()
         self._taken: dict[int, int] = {}  # cores that devices share, by the device that works on them
         self.are_enough = cluster.processors >= devices and not self._cores  # no device ever waits
 
@@ -106,6 +105,16 @@ class Processors:
         """The one core that a device keeps to; None where it has several or they are not known."""
         own = self._cores[device] if self._cores else ()
         return own[0] if len(own) == 1 else None
+
+
+def _shared(cores: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """Of each device its cores, those first that others need least; none if no device ever waits for one."""
+    sets = Counter(map(frozenset, cores))
+    are_apart = len(frozenset().union(*sets)) == sum(map(len, sets))
+    if are_apart and all(len(own) >= devices for own, devices in sets.items()):
+        return ()
+    needed = {core: sum(1 / len(own) for own in cores if core in own) for own in cores for core in own}
+    return [sorted(own, key=needed.__getitem__) for own in cores]
 
 
 class DeviceWork(NamedTuple):

@@ -123,7 +123,10 @@ def setting_of(
             size if n in workload.rows else compressing.sent_bytes(squarish(size // FLOAT_BYTES))
             for n, size in enumerate(workload.sizes_bytes)
         )
-        workload = coded(workload, profile, compressing, workers, joining)
+    if isinstance(joining, LocalSGD):
+        workload = updating_alone(workload)
+    if compressing is not None:
+        workload = coded(workload, profile, compressing, workers, join_steps(joining))
     return Setting(
         workload,
         workers,
@@ -141,24 +144,32 @@ def setting_of(
     )
 
 
-def coded(
-    workload: Workload, profile: Profile, compression: Compression, workers: int, synchrony: Synchrony | None
-) -> Workload:
+def coded(workload: Workload, profile: Profile, compression: Compression, workers: int, steps: int = 1) -> Workload:
     """The same with what the compression takes: before a layer's gradients leave, and when those of all are there.
 
-    Of workers that join their weights after some steps it is that part of it in each step.
+    Of workers that join their weights after so many steps, only the last of these encodes. What that takes counts in
+    equal parts in the backwards of all, and what decoding takes in the update, which is that of the last one alone.
     """
     coding = profile.coding(compression)
     if coding is None:
         return workload
-    layers, steps = [], synchrony.steps if isinstance(synchrony, LocalSGD) else 1
+    layers = []
     for layer, own in zip(workload.layers, workload.owned, strict=True):
         before_s = after_s = 0.0
         for n in encoded(workload, compression, own):
             elements = workload.sizes_bytes[n] / FLOAT_BYTES
             both = coding.summing_s(elements, workers, compression.error_feedback)
-            before_s, after_s = before_s + both[0] / steps, after_s + both[1] / steps
+            before_s, after_s = before_s + both[0] / steps, after_s + both[1]
         layers.append(replace(layer, backward_s=layer.backward_s + before_s, update_s=layer.update_s + after_s))
+    return replace(workload, layers=tuple(layers))
+
+
+def updating_alone(workload: Workload) -> Workload:
+    """The same workers with weights of their own, each of which makes the optimizer's step after every backward.
+
+    What an update then is, when weights are joined, makes as many passes over them as the optimizer's step.
+    """
+    layers = [replace(each, backward_s=each.backward_s + each.update_s) for each in workload.layers]
     return replace(workload, layers=tuple(layers))
 
 

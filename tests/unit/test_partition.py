@@ -188,6 +188,11 @@ def test_uses_of_a_weight_stay_together_where_sending_its_gradients_takes_longer
         assert best.cuts == (cut,)
 
 
+def test_a_device_has_a_core_where_cores_are_known():
+    with pytest.raises(ValueError, match=r"on a core at least. Received: cores=\(\(0,\), \(\)\)"):
+        Cluster(cores=((0,), ()))
+
+
 def test_devices_that_share_processors_are_not_faster_than_these():
     blocks = tuple(BlockProfile(f"b{n}", 1.0, 2.0, 0, 0) for n in range(8))
     four = partition(Profile("m", 10, blocks), 4, Cluster((Level(SHARED_MEMORY),), processors=2))

@@ -38,6 +38,11 @@ def test_a_single_trial_leaves_out_no_way_that_is_predicted_to_be_fast(predicted
     assert finalists([1.0, 1.35, 1.05], predicted) == expected
 
 
+def test_what_a_trial_alone_would_take_has_to_take_its_turns():
+    """The first is within 3% of the shortest trial, and simpler; prediction says that it is slow."""
+    assert finalists([1.02, 1.0, 1.05], [1.5, 1.0, 1.0]) == [1, 2, 0]
+
+
 def test_turns_tell_how_finalists_compare_and_first_trials_how_with_the_others():
     """The machine was slow when the second way was tried, and is half as fast in the turns."""
     seconds = settled([1.0, 1.1, 1.5], {0: [2.0, 2.4, 2.0], 1: [1.8, 1.8, 5.0]})

@@ -277,7 +277,16 @@ def test_fewer_processors_than_workers_take_turns():
     assert trace.step_s == 18 and computed_s(trace, 2) == 18
 
 
-@pytest.mark.parametrize(("cores", "step_s"), [(((0,), (0,), (1,)), 12), (((0, 1),) * 3, 9), (((0,), (1,), (2,)), 6)])
+@pytest.mark.parametrize(
+    ("cores", "step_s"),
+    [
+        (((0,), (0,), (1,)), 12),
+        (((0, 1),) * 3, 9),
+        (((0,), (1,), (2,)), 6),
+        (((0, 1, 2, 3),) * 3, 6),
+        (((0, 1, 2), (0,), (1, 2)), 6),  # the first one leaves the second the only core that it has
+    ],
+)
 def test_workers_that_share_a_core_take_turns_though_another_is_idle(cores, step_s):
     """Layers of one second, 6 s for each of three workers: two of them on one core, or all on both of two."""
     workload = Workload.chain([0] * 3, [1.0] * 3, [1.0] * 3)
