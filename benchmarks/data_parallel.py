@@ -172,8 +172,11 @@ class Way:
 
     def predicted_ms(self, part: str) -> float | None:
         """What the simulator says of its plan; None of a part of a step, and of what is not known by its plan."""
-        if part == "forward" or self._is_at_own_pace or self.scheme in BESIDE:
+        if part == "forward" or self._is_at_own_pace:
             return None
+        if self.scheme in BESIDE:
+            choice = self._pm.explain(self._rows).choice
+            return 1e3 * (choice.one_s if self.scheme == SINGLE else choice.fastest.step_s)
         from pipetrain.simulation.profiled import mean_step_s
 
         setting, plan = self._pm._strategy._setting(self._rows), self.plan
@@ -315,15 +318,27 @@ def table(found: list[Any]) -> str:
     base = {scheme: _middle_ms(turns_ms) for scheme, names, turns_ms, _ in found if "none" in names.split(", ")}
     autos = {scheme: turns_ms for scheme, names, turns_ms, _ in found if AUTO in (scheme, *names.split(", "))}
     autos = {AUTO: autos[AUTO]} if AUTO in autos else autos
-    rows = []
+    rows, drift = [], _drift(found)
     for scheme, names, turns_ms, predicted_ms in found:
         ms = _middle_ms(turns_ms)
         against = f"{base[scheme] / ms:.2f}x" if scheme in base else "-"
         compared = [taken_ms for name, taken_ms in autos.items() if name == AUTO or scheme in (name, PEER)]
         auto = [_against(taken_ms, turns_ms) for taken_ms in compared]
         said = "-" if predicted_ms is None else f"{predicted_ms:.1f} ({predicted_ms / ms - 1:+.0%})"
-        rows.append((scheme, names, f"{ms:.1f}", against, ", ".join(auto) or "-", said))
-    return text_table(("scheme", "order", "ms", "against none", "auto against it", "simulated ms"), rows)
+        beside = "-" if predicted_ms is None or not drift else f"{predicted_ms / ms / drift - 1:+.0%}"
+        rows.append((scheme, names, f"{ms:.1f}", against, ", ".join(auto) or "-", said, beside))
+    header = ("scheme", "order", "ms", "against none", "auto against it", "simulated ms", "beside one device")
+    return text_table(header if drift else header[:-1], [row if drift else row[:-1] for row in rows])
+
+
+def _drift(found: list[Any]) -> float | None:
+    """How many times as long as it took one device is simulated to take; None where it was not beside the others.
+
+    The machine has another speed when a model is profiled than when it trains: what is simulated of other ways is set
+    against theirs beside this.
+    """
+    alone = [predicted_ms / _middle_ms(turns_ms) for scheme, _, turns_ms, predicted_ms in found if scheme == SINGLE]
+    return alone[0] if alone else None
 
 
 def _middle_ms(turns_ms: list[list[float]]) -> float:
