@@ -135,6 +135,15 @@ class Cluster:
         """Of the links between the first device and the others of so many, two at least, the slowest for 1 MB."""
         return max((self.link(0, n) for n in range(1, devices)), key=lambda link: link.seconds(1e6))
 
+    def crowding(self, devices: int) -> float:
+        """How many devices share the fullest processor, of so many that all compute; 1 where none has to wait."""
+        own = self.cores[:devices]
+        if len(own) < devices:
+            return max(1.0, devices / self.processors)
+        return max(
+            1.0, *(sum(1 / len(each) for each in own if core in each) for core in {n for each in own for n in each})
+        )
+
     def holds(self, size_bytes: float) -> bool:
         """Whether so much fits the memory of a device."""
         return self.memory_bytes is None or size_bytes <= self.memory_bytes

@@ -217,11 +217,27 @@ def _two(setting: Setting) -> Setting:
         fullest_bytes, of_two_bytes = (_fullest_bytes(setting, count) for count in (setting.servers, servers))
         times, messages, sent = others * (fullest_bytes / of_two_bytes if of_two_bytes else 1), 1, others
     link = Link(slowest.bandwidth_bytes_per_s / times, messages * slowest.latency_s)
-    processors = max(2 * setting.cluster.processors / setting.workers, 1.0)
+    crowding = setting.cluster.crowding(setting.workers)
+    at_once = 1 if crowding >= 2 else 2  # of the two: what they wait for each other is not counted twice
+    workload = _longer(setting.workload, crowding * at_once / 2)
     each = setting.cluster.message_work
     work = Message(sent * each.overhead_s, times * each.s_per_byte)
-    cluster = Cluster((Level(link),), processors=processors, message_work=work)
-    return replace(setting, workers=2, servers=servers, cluster=cluster, topology=None)
+    cluster = Cluster((Level(link),), processors=at_once, message_work=work)
+    return replace(setting, workload=workload, workers=2, servers=servers, cluster=cluster, topology=None)
+
+
+def _longer(workload: Workload, factor: float) -> Workload:
+    """The same where all that is computed takes so many times as long."""
+    layers = [
+        replace(
+            each,
+            forward_s=factor * each.forward_s,
+            backward_s=factor * each.backward_s,
+            update_s=factor * each.update_s,
+        )
+        for each in workload.layers
+    ]
+    return replace(workload, layers=tuple(layers))
 
 
 def _fullest_bytes(setting: Setting, servers: int) -> float:

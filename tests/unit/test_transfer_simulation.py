@@ -404,6 +404,24 @@ def test_blocks_are_layers_of_a_share_of_the_rows():
     assert workload.update_s == (3.0, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "times"),
+    [
+        ({}, 1),
+        ({"processors": 8}, 1),
+        ({"processors": 6}, 8 / 6),
+        ({"processors": 4}, 2),
+        ({"processors": 2}, 4),
+        ({"processors": 2, "cores": ((0,),) * 5 + ((1,),) * 3}, 5),
+        ({"processors": 2, "cores": ((0, 1),) * 8}, 4),
+    ],
+)
+def test_many_workers_take_as_long_as_those_of_the_fullest_core(options, times):
+    """Eight, of which two stand for all; nothing that is sent takes any time."""
+    cluster = Cluster((Level(Link(float("inf"))),), **options)
+    assert estimated_step_s(profiled(), "all-reduce", 8, cluster) == pytest.approx(times * 8 * 3e-3 / 8)
+
+
 def test_all_devices_that_share_their_memory_do_what_a_server_is_given():
     """An all-reduce updates the weights on each of them, a server once."""
     profile = profiled(update_s=1e-3)
