@@ -172,7 +172,8 @@ class Sign(Compression):
     with majority vote, Bernstein et al. 2018 (arXiv 1802.04434), algorithm 3.
 
     Args:
-        error_feedback: see ``Compression``; None: True, and False for a majority.
+        error_feedback: see ``Compression``; by default True, and False for a majority. ``dataclasses.replace`` takes it
+            over from the object, so that one which changes ``majority`` is to be given both.
         majority: whether devices vote.
 
     Raises ValueError for a majority with error feedback: signs without a scale are no part of the gradient that could
@@ -350,8 +351,20 @@ CUTS = (BFloat16, Float16, Int8, Int4)  # those of this package that messages of
 
 
 def crosses_cuts(compression: Compression | None) -> bool:
-    """Whether messages of it may be of any rows: those of ``CUTS``, and one's own, which is given any values."""
+    """Whether messages of it may be of any rows: those of ``CUTS``, and one's own, which is given any values.
+
+    Those that were made with error feedback may not: it is for gradients alone.
+    """
+    return compression is not None and _takes_any_rows(compression) and not _feeds_back(compression)
+
+
+def _takes_any_rows(compression: Compression) -> bool:
     return type(compression) in CUTS or hasattr(compression, "encode")
+
+
+def _feeds_back(compression: Compression) -> bool:
+    # That which is the default of one of the package is for gradients; one's own has it because that was written.
+    return compression.error_feedback and not (type(compression) in CUTS and type(compression).error_feedback)
 
 
 def check_crossing(given: Any, scheme: str) -> None:
@@ -359,14 +372,13 @@ def check_crossing(given: Any, scheme: str) -> None:
     compression = compression_of(given)
     if compression is None:
         return
-    if not crosses_cuts(compression):
+    if not _takes_any_rows(compression):
         raise ValueError(
             "What crosses a pipeline's cuts is of other rows in every minibatch: it cannot be compressed as gradients "
             f"of weights can. Received: compression={given!r}, scheme={scheme!r}. "
             f"Try one of: {', '.join(each.name for each in CUTS)}; or one of your own."
         )
-    # That which is the default of one of the package is for gradients; one's own has it because that was written.
-    if compression.error_feedback and not (type(compression) in CUTS and type(compression).error_feedback):
+    if _feeds_back(compression):
         raise ValueError(
             "What a message of other rows lacks is of no use to the next one. Received: "
             f"compression={str(compression)!r} with error_feedback=True, scheme={scheme!r}. Try error_feedback=False."

@@ -762,7 +762,7 @@ def each_compressing(
     compression: str | Compression | None,
     replica_compression: str | Compression | None = None,
 ) -> list[AnyScheme]:
-    """The schemes with these compressions; cuts have none if it is of others' gradients alone."""
+    """The schemes with these compressions; where others send gradients, cuts have none that is for these alone."""
     if any(name_of(each) in TRANSFERRING for each in schemes) and not crosses_cuts(compression_of(compression)):
         compression = None
     return [compressing(each, compression=compression, replica_compression=replica_compression) for each in schemes]

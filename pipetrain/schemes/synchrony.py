@@ -45,9 +45,13 @@ class LocalSGD:
     that one are X goes on from ``mixing * X + (1 - mixing) * W``, with the source's tau of one step and its alpha. W is
     the same on all workers. A drain joins what is due without mixing.
 
+    Every join, that of a drain too, moves W by ``rate * momentum * V`` beside ``rate * D``, however few steps it
+    follows: with a momentum, a drain that joins fragments early takes these further than their steps alone would.
+
     Args:
         steps: of each worker between two joins. A drain, such as an epoch's end or a checkpoint, is a join too, of all
-            fragments; after it the steps are counted anew.
+            fragments of which workers have different weights; after it the steps are counted anew. A snapshot is the
+            same, but that the count goes on after it.
         rate: of the outer step.
         momentum: of the outer step, Nesterov's.
         fragments: into how many parts that are joined at different steps the trained weights are divided.
@@ -57,8 +61,8 @@ class LocalSGD:
     A name has the steps alone.
 
     Raises ValueError for a count below 1, more fragments than steps, a rate that is not above 0, a momentum or a mixing
-    that is not in [0, 1), and a mixing without ``overlap``; for more fragments than layers with trained weights when a
-    model is compiled or simulated.
+    that is not in [0, 1), a mixing without ``overlap``, and one step with ``overlap`` and no mixing; for more fragments
+    than layers with trained weights when a model is compiled or simulated.
     """
 
     name: ClassVar[str] = "local"
@@ -88,6 +92,12 @@ class LocalSGD:
             raise ValueError(
                 "Workers go on from what is joined at once as it is. Received: "
                 f"mixing={self.mixing!r}, overlap={self.overlap!r}. Try overlap=True, or leaving mixing out."
+            )
+        if overlap and self.mixing == 0 and self.steps == 1:
+            raise ValueError(
+                "Without mixing, the updates of the steps in which weights are sent are lost, and these would be all "
+                f"steps. Received: steps=1, overlap={self.overlap!r}, mixing={self.mixing!r}. "
+                f"Try mixing={LocalSGD.mixing}, or steps={LocalSGD.steps}."
             )
         _check("rate", self.rate, 0.7, "The outer step's rate is above 0", lambda rate: 0 < rate < float("inf"))
         _check("momentum", self.momentum, 0.9, "The outer step's momentum is in [0, 1)", lambda each: 0 <= each < 1)

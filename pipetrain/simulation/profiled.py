@@ -64,7 +64,7 @@ def simulate_order(
             processes about half a millisecond and what the network takes.
         order: of the transfers.
         minibatches: how many are trained; of workers that join their weights after some steps three times these at
-            least, and a few more, so that the last one ends in a join.
+            least, and a few more, so that they are whole periods.
         servers: on how many of the devices the weights are, from the first one on, each layer's on one; by default on
             all, and then, where they share their memory, an equal part of every variable on each, which is how
             TensorFlow's threads work.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import keras
 import networks
@@ -228,6 +229,7 @@ def test_names_and_values():
     assert str(Sign(error_feedback=False)) == "sign, error_feedback=False" and Sign().error_feedback
     with pytest.raises(ValueError, match=r"majority=True, error_feedback=True. Try error_feedback=False"):
         Sign(majority=True, error_feedback=True)
+    assert replace(Sign(), majority=True, error_feedback=False) == voted
     for wrong, said in (
         ("top-2", "random-k"),
         ("sign:2", "Try sign, or sign:majority"),

@@ -18,6 +18,7 @@ from pipetrain.schemes.options import (
     AsynchronousOptions,
     check_owned,
     compressing,
+    each_compressing,
     flat,
     name_of,
     options_of,
@@ -251,6 +252,35 @@ def test_no_compression_is_one_value():
     assert pipetrain.AllReduce(compression="none") == pipetrain.AllReduce()
     assert pipetrain.AllReduce(compression="none", topology="ring").compression is None
     assert with_options("1f1b", compression="none") == "1f1b" and with_options("single", compression="none") == "single"
+
+
+class Own(pipetrain.Compression):
+    def encode(self, values):
+        return [values]
+
+    def decode(self, parts):
+        return parts[0]
+
+
+class Kept(Own):
+    error_feedback = True
+
+
+def test_where_others_send_gradients_cuts_have_none_that_is_for_these_alone():
+    def of_cuts(compression, *others):
+        *_, way = each_compressing([*others, "1f1b"], compression)
+        return None if way == "1f1b" else way.compression
+
+    for only_for_gradients in (Kept(), pipetrain.Int8(error_feedback=True)):
+        assert of_cuts(only_for_gradients, "all-reduce") is None
+        with pytest.raises(ValueError, match="Try error_feedback=False"):
+            of_cuts(only_for_gradients)
+        with pytest.raises(ValueError, match="Try error_feedback=False"):
+            each_compressing(["all-reduce", pipetrain.OneFOneB(compression=only_for_gradients)], "int8")
+    assert of_cuts("top-k", "all-reduce") is of_cuts(None, "all-reduce") is None
+    own = Own()
+    assert of_cuts(own, "all-reduce") is of_cuts(own) is own
+    assert of_cuts("int4", "parameter-server") == "int4"
 
 
 def test_sums_of_a_scheme_of_ones_own_are_compressed():

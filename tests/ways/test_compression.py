@@ -739,6 +739,27 @@ def test_parts_over_a_cut_may_be_fewer_by_a_share_and_of_any_rows():
         np.testing.assert_array_equal(there, np.where(np.abs(sent) >= least, sent, 0))
 
 
+class InBlocks(InBytes):
+    """Blocks of so many elements, of which values have whole ones."""
+
+    def __init__(self, block):
+        self.block = block
+
+    def encode(self, values):
+        return [tf.bitcast(tf.reshape(values, [-1, self.block]), tf.uint8)]
+
+    def decode(self, parts):
+        return tf.reshape(super().decode(parts), [-1])
+
+
+@pytest.mark.parametrize("block", [1024, 4096, 11, 360])
+def test_parts_over_a_cut_may_be_whole_blocks(block):
+    cut = CutMessages(InBlocks(block), 0, [tf.TensorSpec([None, block], tf.float32)], [True], ())
+    sent = tf.random.stateless_normal([3, block], (0, 1))
+    there = cut.decoded(cut.encoded(BoundaryTensors([sent], [None]), tf.zeros([], tf.int64), 0)).tensors[0]
+    np.testing.assert_array_equal(there, sent)
+
+
 @pytest.mark.parametrize("threads", [False, True])
 def test_one_of_ones_own_that_cannot_cross_is_refused(threads, monkeypatch):
     if threads:
@@ -759,6 +780,12 @@ def test_one_of_ones_own_that_cannot_cross_is_refused(threads, monkeypatch):
         def encode(self, values):
             return [tf.ensure_shape(tf.numpy_function(lambda each: each, [values], tf.float32), None)]
 
+    class Overflowing(InBytes):
+        def encode(self, values):
+            if (values.shape[0] or 0) > 1000:
+                raise OverflowError("too many")
+            return super().encode(values)
+
     for made in (pipetrain.OneFOneB, pipetrain.SpecTrain):
         with pytest.raises(
             ValueError, match=r"of no use to the next.*Kept\(\)' with error_feedback=True.*Try error_fee"
@@ -768,6 +795,8 @@ def test_one_of_ones_own_that_cannot_cross_is_refused(threads, monkeypatch):
         (InPairs(), r"InPairs\(\), whose encode.*Try tf.shape"),
         (Positive(), r"same number of bytes.*Positive\(\).*Try tensors of fixed shapes"),
         (OfAnyRank(), r"OfAnyRank\(\).*reshape"),
+        (InBlocks(13), r"InBlocks\(block=13\), whose encode does not take \d+ elements \(.*13.*\). Try tf.pad"),
+        (Overflowing(), r"Overflowing\(\), whose encode does not take \d+ elements \(too many\). Try tf.pad"),
     ):
         pm = networks.pipeline(networks.mlp(2, 16), scheme="1f1b", cuts=("d0",), compression=wrong)
         with pytest.raises(ValueError, match=said):

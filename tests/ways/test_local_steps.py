@@ -8,9 +8,10 @@ import inside
 import keras
 import networks
 import numpy as np
+import parameters
 import pytest
 import tensorflow as tf
-from checkpointed import STEPS, assert_goes_on_bitwise
+from checkpointed import BATCH, STEPS, assert_goes_on_bitwise
 from checkpointed import run as checkpointed
 from transfer_models import convolutional, words
 
@@ -171,6 +172,53 @@ def sent_bytes(trace, steps):
     return [int(trace.transfers.size_bytes[trace.transfers.microbatch == step].sum()) for step in range(steps)]
 
 
+@pytest.mark.parametrize(
+    ("devices", "mixing", "compression"),
+    [
+        (2, 0.5, "sign"),
+        *parameters.widely((1, 0.9, "top-k:0.2"), (2, 0.9, "top-k:0.2"), (3, 0.25, "int4"), (2, 0.0, "sign")),
+    ],
+)
+def test_what_was_sent_and_what_is_left_are_all_moves(devices, mixing, compression):
+    """Those without compression, of a loss whose gradients do not depend on weights; seven steps, then a drain."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(56, 8)).astype("float32"), rng.normal(size=(56, 5)).astype("float32")
+    found = []
+    for each in (None, compression):
+        keras.utils.set_random_seed(0)
+        given = keras.Input((8,))
+        both = [keras.layers.Dense(units, use_bias=False)(given) for units in (3, 2)]
+        model = keras.Model(given, keras.layers.concatenate(both))
+        options = LocalSGD(steps=3, fragments=2, overlap=True, mixing=mixing)
+        way = pipetrain.AllReduce(order="none", synchrony=options, compression=each)
+        pm = pipetrain.PipelineModel(model, scheme=way, devices=DEVICES[:devices])
+        pm.compile(keras.optimizers.SGD(1.0), lambda y, output: keras.ops.mean(y * output, axis=-1))
+        pm.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        left = {id(weight): np.zeros(weight.shape) for weight in model.weights}
+        for slot in inside.strategy(pm)._stages.slots():
+            if slot.kind.startswith("residual_of_moves"):
+                left[id(slot.weight)] += slot.variable.numpy() / devices
+        assert all(rest.any() == (each is not None) for rest in left.values())
+        found.append([weight.numpy() - left[id(weight)] for weight in model.weights])
+    networks.assert_close(*found, 1e-5)
+
+
+def test_steps_are_counted_on_after_a_snapshot_and_anew_after_an_epoch(monkeypatch):
+    keras.utils.set_random_seed(0)
+    pm = networks.in_way(networks.small(), scheme="all-reduce", devices=DEVICES, order="none", synchrony="local:3")
+    pm.compile(keras.optimizers.SGD(0.05), networks.crossentropy())
+    joined, step = [], TransferStep.__call__
+
+    def noted(*arguments, joins=None, **settings):
+        joined.append(joins)
+        return step(*arguments, joins=joins, **settings)
+
+    monkeypatch.setattr(TransferStep, "__call__", noted)
+    looks = [pipetrain.callbacks.Snapshots(2, lambda *given: None)]
+    pm.fit(*networks.data(60), batch_size=15, epochs=2, shuffle=False, verbose=0, callbacks=looks)
+    assert joined == [None, None, 0, None] * 2
+
+
 @pytest.mark.parametrize("compression", [None, pytest.param("int4", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("fragments", [{}, {"fragments": 2}, {"fragments": 2, "overlap": True}])
 @pytest.mark.wide
@@ -180,6 +228,14 @@ def test_a_run_that_is_stopped_goes_on_bitwise(fragments, compression, tmp_path)
     way = {"scheme": "all-reduce", "devices": DEVICES, "order": "none", "synchrony": synchrony}
     way["compression"] = compression
     assert_goes_on_bitwise(tmp_path, **way)
+
+
+def test_a_short_run_with_fragments_and_overlap_that_is_stopped_goes_on_bitwise(tmp_path):
+    """Epochs of five steps; the checkpoint is after the second step of the third one, in the midst of a period."""
+    synchrony = LocalSGD(steps=3, rate=0.7, momentum=0.9, fragments=2, overlap=True)
+    way = {"scheme": "all-reduce", "devices": DEVICES[:2], "order": "none", "synchrony": synchrony}
+    x, y = networks.data(5 * BATCH)
+    assert_goes_on_bitwise(tmp_path, data=lambda: {"x": x, "y": y, "batch_size": BATCH}, compression="int4", **way)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +333,8 @@ def test_what_cannot_be_is_refused():
             LocalSGD(**options)
     with pytest.raises(ValueError, match=r"mixing=0.2, overlap=False. Try overlap=True"):
         LocalSGD(mixing=0.2)
+    with pytest.raises(ValueError, match=r"steps=1, overlap=True, mixing=0. Try mixing=0.5, or steps=8"):
+        LocalSGD(1, overlap=True, mixing=0)
     with pytest.raises(ValueError, match=r"fragments=5, for a model of 3 layers .*Try fragments=3"):
         trained(LocalSGD(8, fragments=5))
     late = Plan(Phase(), Phase((Pack((0, 1, 2, 3), 4),)), Phase((Pack((4, 5), 4),)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ StepNumber = Callable[[str], tf.Tensor]  # on a device
 OfWorker = tuple[int, str, Gradients]  # its number, its device, and what it has made
 OF_REPLICAS = 1 << 40  # numbers of gradients that replicas sum begin with it; those of what crosses cuts are less
 FINITE = 65504.0  # the largest number of float16
-DIVISIBLE = 64 * math.lcm(*range(1, 11))  # elements, which make whole blocks of most sizes
+DIVISIBLE = math.lcm(1 << 12, *range(1, 12))  # elements, which make whole blocks of most sizes
 BITS = [1 << n for n in range(8)]
 # What a device has not sent yet, as its slots are called: of gradients, of sums of these by momentum, which are applied
 # otherwise, or of how far weights have moved; and the sums that momentum goes on with. Of each only the sum over a
@@ -334,17 +335,17 @@ class OwnCodec(Codec):
     def parts(self) -> list[tf.TensorSpec]:
         """See ``Codec``."""
         found = self._made(self.count)
+        self.check_sizes(found)
+        return found
+
+    def check_sizes(self, found: Sequence[tf.TensorSpec]) -> None:
+        """Raise ValueError for parts whose sizes the number of elements does not tell."""
         if any(each.shape.num_elements() is None for each in found):
             raise ValueError(
                 "All messages of as many elements have the same number of bytes. Received: "
                 f"compression={self.options}, whose encode gives {[str(each.shape) for each in found]} for "
                 f"{self.count} elements. Try tensors of fixed shapes."
             )
-        return found
-
-    def check_sizes(self) -> None:
-        """Raise ValueError for parts whose sizes the number of elements does not tell."""
-        _ = self.parts
 
     def _lengths(self) -> list[Length]:
         return [(each.shape.num_elements(), each.dtype) for each in self.parts]
@@ -366,18 +367,34 @@ class OwnCutCodec(OwnCodec):
         self.options, self.spec, self.count = options, tf.TensorSpec([None], dtype), None
         # Now: what cannot be is to be refused before anything is sent. Bytes are planned by the number of elements.
         self.parts = self._of_any_size()
-        OwnCodec(options, tf.TensorSpec([DIVISIBLE], dtype)).check_sizes()
+        of_known_size = OwnCodec(options, tf.TensorSpec([DIVISIBLE], dtype))
+        with self._explaining(
+            "The bytes of what crosses a cut are planned by its number of elements",
+            f"{DIVISIBLE} elements",
+            "Try tf.pad in encode, for a last block that is not whole",
+        ):
+            traced = of_known_size._made(DIVISIBLE)
+        of_known_size.check_sizes(traced)
+
+    @contextmanager
+    def _explaining(self, why: str, what: str, remedy: str) -> Iterator[None]:
+        """Raise ValueError for what ``encode`` raises while it is traced with these."""
+        try:
+            yield
+        except Exception as error:  # told by TensorFlow with the lines of its own that led there
+            *_, told = [type(error).__name__, *str(error).split("\n\n")[-1].strip().splitlines()]
+            raise ValueError(
+                f"{why}. Received: compression={self.options}, whose encode does not take {what} ({told.strip()}). "
+                f"{remedy}, or one of: 'bfloat16', 'int8'."
+            ) from error
 
     def _of_any_size(self) -> list[tf.TensorSpec]:
-        try:
+        with self._explaining(
+            "What crosses a cut has a number of elements that is not known while functions are traced",
+            "them",
+            "Try tf.shape(values) in place of values.shape",
+        ):
             found = self._made(None)
-        except (TypeError, ValueError) as error:  # told by TensorFlow with the lines of its own that led there
-            *_, why = [type(error).__name__, *str(error).split("\n\n")[-1].strip().splitlines()]
-            raise ValueError(
-                "What crosses a cut has a number of elements that is not known while functions are traced. Received: "
-                f"compression={self.options}, whose encode does not take them ({why.strip()}). "
-                "Try tf.shape(values) in place of values.shape, or one of: 'bfloat16', 'int8'."
-            ) from error
         if any(each.shape.rank is None for each in found):
             raise ValueError(
                 "The parts of a message have a known number of dimensions each. Received: "
@@ -526,6 +543,7 @@ class Compressor:
         sinks: Sequence[str],
         like: Gradients,
         step: StepNumber,
+        mixing: float = 0.0,
     ) -> list[Any]:
         """The sums of a phase's gradients on each of the ``sinks``, by the variables' numbers, pack after pack.
 
@@ -535,6 +553,7 @@ class Compressor:
             sinks: the devices that need the sums.
             like: the specs of the gradients; those that are not there are not sent.
             step: gives the number of the step on a device.
+            mixing: of how far weights have moved, the part of its own weights that each worker then keeps.
         """
         step = cache(step)
         variables = [n for n in order.phase.variables if n in like]
@@ -544,7 +563,7 @@ class Compressor:
         wires = {n: tf.TensorSpec([self._codecs[n].sent_bytes], tf.uint8) for n in dense}
         makers = self._with_momentum(made, {n: like[n] for n in dense})
         sent = [
-            {n: self.encoded(worker, device, gradients[n], n, step(device)) for n in dense}
+            {n: self.encoded(worker, device, gradients[n], n, step(device), mixing) for n in dense}
             for worker, device, gradients in makers
         ]
         received = [[Received(wires) for _ in makers] for _ in sinks]
@@ -593,8 +612,14 @@ class Compressor:
         """Of a message of a variable's gradient."""
         return self._codecs[n].sent_bytes
 
-    def encoded(self, worker: int, device: str, gradient: Any, n: int, step: tf.Tensor) -> tf.Tensor:
-        """The message of a worker's gradient; what it lacks is kept. One that is not finite arrives as NaN."""
+    def encoded(
+        self, worker: int, device: str, gradient: Any, n: int, step: tf.Tensor, mixing: float = 0.0
+    ) -> tf.Tensor:
+        """The message of a worker's gradient; what it lacks is kept. One that is not finite arrives as NaN.
+
+        With a ``mixing`` the next difference of the worker's weights has this part of the unsent rest already, less
+        that part of what was kept before, which was sent though its weights had not moved by it.
+        """
         codec = self._codecs[n]
         kept = self._kept[worker].get(n, KeptGradient())
         with tf.device(device):
@@ -615,7 +640,10 @@ class Compressor:
                 kept.velocity.value.assign(velocity, read_value=False)
             if kept.residual is not None:
                 arrives = tf.reshape(codec.value(message, seed), value.shape)
-                kept.residual.value.assign(value - arrives, read_value=False)
+                rest = value - arrives
+                if mixing:
+                    rest = (1 - mixing) * rest + mixing * kept.residual.value.read_value()
+                kept.residual.value.assign(rest, read_value=False)
                 if kept.velocity is not None:
                     is_whole = type(codec) is Codec  # the momentum of what is sent whole goes on, as an optimizer's
                     left = velocity if is_whole else tf.where(arrives == 0, velocity, tf.zeros_like(velocity))

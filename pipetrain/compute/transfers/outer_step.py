@@ -19,8 +19,8 @@ from pipetrain.compute.transfers.message import Gradients, Order, in_order, mixe
 from pipetrain.compute.transfers.weights import Weights
 from pipetrain.schemes.synchrony import Gossip, LocalSGD, joined_after
 
-# An order of transfers, and what devices have, to the sums on each.
-Reduce = Callable[[Order, Sequence[tuple[str, Gradients]], Gradients], list[Any]]
+# An order of transfers, what devices have, its specs, and the mixing that follows, see ``LocalSGD``: the sums on each.
+Reduce = Callable[[Order, Sequence[tuple[str, Gradients]], Gradients, float], list[Any]]
 
 
 class OwnWeights:
@@ -180,20 +180,20 @@ class OuterStep(OwnWeights):
 
     def settle(self, fragment: int, order: Order, reduce: Reduce) -> None:
         """A join, as after so many steps, without mixing."""
-        self._join(fragment, 0.0, self._sums(fragment, order, reduce))
+        self._join(fragment, 0.0, self._sums(fragment, order, reduce, 0.0))
 
     def exchange(self, fragment: int, order: Order, reduce: Reduce) -> Callable[[], None]:
         """The outer step."""
-        return partial(self._join, fragment, self._mixing, self._sums(fragment, order, reduce))
+        return partial(self._join, fragment, self._mixing, self._sums(fragment, order, reduce, self._mixing))
 
-    def _sums(self, fragment: int, order: Order, reduce: Reduce) -> list[Any]:
+    def _sums(self, fragment: int, order: Order, reduce: Reduce, mixing: float) -> list[Any]:
         """Of how far all workers have moved, for each of them."""
         like = {n: each for n, each in enumerate(specs(self._weights[0].variables)) if n in self.fragments[fragment]}
         moved = [
             (weights.device, self._moved(weights, before, like))
             for weights, before in zip(self._weights, self._before, strict=True)
         ]
-        return reduce(order, moved, like)
+        return reduce(order, moved, like, mixing)
 
     def _join(self, fragment: int, mixing: float, of_workers: Sequence[Any]) -> None:
         if not mixing:

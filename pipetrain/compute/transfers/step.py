@@ -353,7 +353,7 @@ class TransferStep:
         phase = self._plan.pushes.of({*self._outer.fragments[fragment]}, self._sizes_bytes)
         return (
             Order(phase, "push", self._record),
-            lambda order, moved, like: self._reduced(order, moved, sinks, like, every, late=False),
+            lambda order, moved, like, mixing: self._reduced(order, moved, sinks, like, every, False, mixing),
         )
 
     def _apply_late(self) -> None:
@@ -395,12 +395,13 @@ class TransferStep:
         like: Gradients,
         workers: Sequence[int],
         late: bool,
+        mixing: float = 0.0,
     ) -> list[Any]:
         if self._compressor is None:
             return reduced(order, gradients, sinks, like, self._is_ring)
         made = [(worker, *each) for worker, each in zip(workers, gradients, strict=True)]
         self._compressor.phase = self._late_phase if late else self._phase
-        return self._compressor.reduced(order, made, sinks, like, lambda device: self._number(device, late))
+        return self._compressor.reduced(order, made, sinks, like, lambda device: self._number(device, late), mixing)
 
     def _number(self, device: str, late: bool) -> tf.Tensor:
         """The number of the step on a device: that of the weights there, or of the first server's."""
