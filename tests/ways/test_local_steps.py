@@ -233,7 +233,7 @@ def test_a_run_that_is_stopped_goes_on_bitwise(fragments, compression, tmp_path)
 def test_a_short_run_with_fragments_and_overlap_that_is_stopped_goes_on_bitwise(tmp_path):
     """Epochs of five steps; the checkpoint is after the second step of the third one, in the midst of a period."""
     synchrony = LocalSGD(steps=3, rate=0.7, momentum=0.9, fragments=2, overlap=True)
-    way = {"scheme": "all-reduce", "devices": DEVICES[:2], "order": "none", "synchrony": synchrony}
+    way = {"scheme": "all-reduce", "devices": DEVICES[:2], "stages": 2, "order": "none", "synchrony": synchrony}
     x, y = networks.data(5 * BATCH)
     assert_goes_on_bitwise(tmp_path, data=lambda: {"x": x, "y": y, "batch_size": BATCH}, compression="int4", **way)
 
