@@ -42,7 +42,7 @@ def impatient(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("WARM_UP_S", "TIMED_S"):
         monkeypatch.setattr(window, name, 0.0)
-    monkeypatch.setattr(auto, "finalists", lambda seconds: [*range(len(seconds))])
+    monkeypatch.setattr(auto, "finalists", lambda seconds, predicted: [*range(len(seconds))])
     monkeypatch.setattr(AutoStrategy, "choice", lambda self, rows, shapes: Choice(8, NEAR))
 
 

@@ -230,6 +230,7 @@ def test_a_run_that_is_stopped_goes_on_bitwise(fragments, compression, tmp_path)
     assert_goes_on_bitwise(tmp_path, **way)
 
 
+@pytest.mark.wide
 def test_a_short_run_with_fragments_and_overlap_that_is_stopped_goes_on_bitwise(tmp_path):
     """Epochs of five steps; the checkpoint is after the second step of the third one, in the midst of a period."""
     synchrony = LocalSGD(steps=3, rate=0.7, momentum=0.9, fragments=2, overlap=True)
