@@ -180,9 +180,8 @@ class Way:
         from pipetrain.simulation.profiled import mean_step_s
 
         setting, plan = self._pm._strategy._setting(self._rows), self.plan
-        if (
-            setting.is_stale and plan.late.packs
-        ):  # what the simulator takes for the plan of the step that has made the gradients
+        # What the simulator takes for the plan of the step that has made the gradients.
+        if setting.is_stale and plan.late.packs:
             plan = plan._replace(pushes=plan.late, late=Phase())
         return 1e3 * mean_step_s(setting, plan)
 

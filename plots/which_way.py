@@ -1,7 +1,7 @@
 """Draw which way to train is predicted to be the fastest: a panel for each cluster, a pair of bars a network.
 
 example:
-  python plots/which_way.py docs/results/which-way.csv --output which-way.png
+  python plots/which_way.py runs/which_way --output which-way.png
 """
 
 from __future__ import annotations

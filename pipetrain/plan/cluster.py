@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,12 +138,9 @@ class Cluster:
 
     def crowding(self, devices: int) -> float:
         """How many devices share the fullest processor, of so many that all compute; 1 where none has to wait."""
-        own = self.cores[:devices]
-        if len(own) < devices:
+        if len(self.cores) < devices:
             return max(1.0, devices / self.processors)
-        return max(
-            1.0, *(sum(1 / len(each) for each in own if core in each) for core in {n for each in own for n in each})
-        )
+        return max(1.0, *devices_on_cores(self.cores[:devices]).values())
 
     def holds(self, size_bytes: float) -> bool:
         """Whether so much fits the memory of a device."""
@@ -183,6 +181,15 @@ class Cluster:
                 f"Not a cluster file: {what.split(' Received:')[0].rstrip('.')}. Received: {str(path)!r}. Try "
                 '{"memory": "16GiB", "levels": [{"devices": 4, "bandwidth": "12GB/s"}, {"bandwidth": "10Gb/s"}]}.'
             ) from error
+
+
+def devices_on_cores(cores: Iterable[Sequence[int]]) -> dict[int, float]:
+    """How many devices compute on each core, of devices with these cores; one that has several is part of each."""
+    found: dict[int, float] = {}
+    for own in cores:
+        for core in own:
+            found[core] = found.get(core, 0.0) + 1 / len(own)
+    return found
 
 
 def _level(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipetrain.plan.cluster import NO_WORK, Cluster
+from pipetrain.plan.cluster import NO_WORK, Cluster, devices_on_cores
 from pipetrain.schemes.actions import Op
 from pipetrain.schemes.arguments import checked_count, checked_from_zero
 from pipetrain.simulation.costs import Network, Route
@@ -113,8 +113,8 @@ def _shared(cores: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
     are_apart = len(frozenset().union(*sets)) == sum(map(len, sets))
     if are_apart and all(len(own) >= devices for own, devices in sets.items()):
         return ()
-    needed = {core: sum(1 / len(own) for own in cores if core in own) for own in cores for core in own}
-    return [sorted(own, key=needed.__getitem__) for own in cores]
+    devices_on = devices_on_cores(cores)
+    return [sorted(own, key=devices_on.__getitem__) for own in cores]
 
 
 class DeviceWork(NamedTuple):
