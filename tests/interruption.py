@@ -91,6 +91,7 @@ def assert_whole(pm):
     assert all(np.isfinite(weight).all() for weight in pm.get_weights())
     assert pm.turn.thread is None and not pm.turn.methods
     assert keras.src.backend.common.global_state.get_global_attribute("current_call_ctx") is None
+    assert (keras.src.backend.common.name_scope.current_path(), tf.get_current_name_scope()) == ("", "")
 
 
 def assert_trains_as_undisturbed(pm, weights, want):

@@ -33,8 +33,12 @@ COMPILED = ("compiled", "optimizer", "loss", "_compile_config", "_compile_loss",
 GLOBAL_SEED = "global_seed_generator"  # the name under which Keras keeps its generator; only newer versions export it
 OF_FIT = "_use_cached_eval_dataset"  # an argument of ``evaluate``, which Keras' ``fit`` alone gives
 LISTS = ("_variables", "_trainable_variables")  # an optimizer's lists that are no slots
-CALL = "current_call_ctx"  # of the outermost layer that is being called
 SCOPES = ("stateless_scope", "autocast_scope")  # in which variables have other values, or other types
+# What Keras notes of each thread from the beginning of a layer's call, or of a scope, to its end.
+OF_CALLS = (
+    *("current_call_ctx", "name_scope_stack", *SCOPES, "symbolic_scope", "remat_scope_stack"),
+    *("in_tf_graph_scope", "tracking_on"),
+)
 HUB, HUB_LOOP = "keras_hub.", "keras_hub.src.utils.pipeline_model"  # whose loops the frontend's ``preprocessing`` meets
 # What Keras' loop sets in a model while it compiles, trains, evaluates and predicts.
 OF_LOOP = (
@@ -336,12 +340,21 @@ def outside_scopes() -> Iterator[None]:
             set_global_attribute(name, scope)
 
 
-def end_calls_of_layers() -> None:
-    """No layer is being called any more, though an interrupt cut the call short before Keras could say so.
+@contextmanager
+def ending_calls() -> Iterator[None]:
+    """If an exception leaves it, no call of a layer and no scope of Keras goes on that has begun within it.
 
-    Layers would keep the losses of all later calls, and all of them train or infer as that one did.
+    An interrupt may come just before Keras notes the end. Else layers would keep the losses of all later calls, all of
+    them would train or infer as that one did, and variables would be named after scopes that nobody is in.
     """
-    set_global_attribute(CALL, None)
+    before = {name: get_global_attribute(name) for name in OF_CALLS}
+    stacks = {name: each.copy() for name, each in before.items() if isinstance(each, list)}
+    try:
+        yield
+    except BaseException:
+        for name, value in (before | stacks).items():
+            set_global_attribute(name, value)
+        raise
 
 
 def held_by(variable: Any) -> Any:

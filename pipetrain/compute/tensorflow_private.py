@@ -149,6 +149,18 @@ def current_device() -> str:
     return name
 
 
+@contextmanager
+def ending_name_scopes() -> Iterator[None]:
+    """If an exception leaves it, the thread is in no name scope that has begun within it; publicly none can be left."""
+    here = context.context()
+    before = here.scope_name
+    try:
+        yield
+    except BaseException:
+        here.scope_name = before
+        raise
+
+
 def memory_of_devices() -> dict[str, int]:
     """Bytes that TensorFlow may take of the memory of every device, those of joined workers too, by its full name.
 

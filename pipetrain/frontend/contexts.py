@@ -15,21 +15,20 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from pipetrain.compute.keras_private import (
-    end_calls_of_layers,
+    ending_calls,
     held_by,
     keep_to_come,
     outside_scopes,
     tracked_ids,
     variables_to_come,
 )
-from pipetrain.compute.tensorflow_private import WatchedCalls, handle_of, unwatch, watch
+from pipetrain.compute.tensorflow_private import WatchedCalls, ending_name_scopes, handle_of, unwatch, watch
 
 Class = TypeVar("Class", bound=type)
 Value = TypeVar("Value")
 
 PATIENCE_S = 600.0  # with calls of other threads that end by themselves
 TRAINING = ("fit", "train_on_batch")
-IN_LOOP = (*TRAINING, "evaluate", "predict", "test_on_batch", "predict_on_batch")  # never called by a layer
 IN_TURN = (
     *TRAINING,
     *("compile", "evaluate", "explain", "export", "get_state_tree", "get_weights", "load_weights", "partition"),
@@ -100,15 +99,11 @@ def _in_turn(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def called(self: Any, *args: Any, **settings: Any) -> Any:
         with MethodCall(self.turn, name):
-            is_outermost = len(self.turn.methods) == 1
-            if is_outermost:
-                self.end_interrupted()
-            try:
+            if len(self.turn.methods) > 1:
                 return method(self, *args, **settings)
-            except BaseException:
-                if is_outermost and name in IN_LOOP:
-                    end_calls_of_layers()
-                raise
+            self.end_interrupted()
+            with ending_calls(), ending_name_scopes():
+                return method(self, *args, **settings)
 
     return called
 

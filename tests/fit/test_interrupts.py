@@ -68,6 +68,23 @@ def test_interrupted_in_its_first_call_it_trains_as_if_it_had_not_been(case, und
     assert_trains_as_undisturbed(pm, weights, want)
 
 
+@pytest.mark.parametrize("moment", by_default(["__enter__", "__exit__"], "__exit__"))
+def test_interrupted_as_keras_begins_or_ends_a_scope_it_is_left(moment, monkeypatch):
+    """A scope that has begun and is not ended would be the thread's for good."""
+    scope, pm = keras.src.backend.name_scope, pipeline("spectrain")
+    original = getattr(scope, moment)
+
+    def interrupted(self, *why):
+        if moment == "__enter__":
+            original(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(scope, moment, interrupted)
+        METHODS["fit"](pm)
+    assert_whole(pm)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("scheme", by_default(NAMES, "spectrain"))
 def test_interrupted_again_and_again_one_object_trains(scheme, undisturbed):
