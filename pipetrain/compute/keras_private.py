@@ -37,7 +37,8 @@ SCOPES = ("stateless_scope", "autocast_scope")  # in which variables have other 
 # What Keras notes of each thread from the beginning of a layer's call, or of a scope, to its end.
 OF_CALLS = (
     *("current_call_ctx", "name_scope_stack", *SCOPES, "symbolic_scope", "remat_scope_stack"),
-    *("in_tf_graph_scope", "tracking_on"),
+    *("in_tf_graph_scope", "tracking_on", "custom_objects_scope_dict"),
+    *("shared_objects/id_to_obj_map", "shared_objects/id_to_config_map"),
 )
 HUB, HUB_LOOP = "keras_hub.", "keras_hub.src.utils.pipeline_model"  # whose loops the frontend's ``preprocessing`` meets
 # What Keras' loop sets in a model while it compiles, trains, evaluates and predicts.
@@ -342,7 +343,7 @@ def outside_scopes() -> Iterator[None]:
 
 @contextmanager
 def ending_calls() -> Iterator[None]:
-    """If an exception leaves it, no call of a layer and no scope of Keras goes on that has begun within it.
+    """If an exception leaves it, no call of a layer and none of Keras' scopes goes on that has begun within it.
 
     An interrupt may come just before Keras notes the end. Else layers would keep the losses of all later calls, all of
     them would train or infer as that one did, and variables would be named after scopes that nobody is in.

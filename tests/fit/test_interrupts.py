@@ -16,6 +16,7 @@ import keras
 import networks
 import numpy as np
 import pytest
+import tensorflow as tf
 from interruption import LABELS, METHODS, Interrupting, X, assert_trains_as_undisturbed, assert_whole, pipeline, trained
 from networks import begin_anew, fit
 from parameters import by_default
@@ -79,9 +80,11 @@ def test_interrupted_as_keras_begins_or_ends_a_scope_it_is_left(moment, monkeypa
             original(self)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(scope, moment, interrupted)
-        METHODS["fit"](pm)
+    with keras.name_scope("outer"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(scope, moment, interrupted)
+            METHODS["fit"](pm)
+        assert keras.src.backend.common.name_scope.current_path() == tf.get_current_name_scope() == "outer"
     assert_whole(pm)
 
 
