@@ -21,7 +21,7 @@ from keras.src.trainers.trainer import model_supports_jit
 
 Value = TypeVar("Value")
 
-TO_COME = "uninitialized_variables"
+TO_COME = "uninitialized_variables"  # made within scopes, at whose end they get values
 # What Keras' own callbacks remember, by the names of their attributes: they have no state to ask for.
 CALLBACK_STATE = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "best_weights", "stopped_epoch"),
@@ -307,9 +307,6 @@ def global_seed(make: bool = True) -> Any:
     return global_seed_generator().state
 
 
-UNINITIALIZED = "uninitialized_variables"  # made within scopes, at whose end they get values
-
-
 def with_state_of_keras(call: Callable[[], Value]) -> Callable[[], Value]:
     """A call for another thread: it has this one's global seed and policies, which Keras keeps for each thread."""
     mine = vars(global_state.GLOBAL_STATE_TRACKER)  # of the module itself: clear_session makes another
@@ -318,7 +315,7 @@ def with_state_of_keras(call: Callable[[], Value]) -> Callable[[], Value]:
         own, here = vars(global_state.GLOBAL_STATE_TRACKER), dict(mine)
         own.clear()  # an earlier call may have left its seed
         own.update(here)
-        own.pop(UNINITIALIZED, None)  # a list that both would add to, and make the values of: a second time is an error
+        own.pop(TO_COME, None)  # a list that both would add to, and make the values of: a second time is an error
         try:
             return call()
         finally:
