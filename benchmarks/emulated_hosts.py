@@ -18,6 +18,7 @@ from benchmarks.core_shares import group, joining
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 PORT = 2222
+BUFFER_BYTES = 100_000  # of a port: in a larger one what messages wait for each other grows with it
 PART = 0.75  # of the cores that workers have together where each has less than one: the program needs some too
 
 
@@ -44,10 +45,11 @@ class Hosts:
     def limit(self, rate_mbit: int) -> None:
         """Either direction of each host's port carries so much."""
         for n in range(len(self.names)):
-            limited = ["class", "replace", "dev", "eth0", "parent", "1:", "classid", "1:1", "htb"]
-            _run(*self.on(n, "tc", *limited, "rate", f"{rate_mbit}mbit"))
-            limited[3] = self._port(n)
-            _run("tc", *limited, "rate", f"{rate_mbit}mbit")
+            for device, where in (("eth0", self.on(n)), (self._port(n), [])):
+                rate = ["parent", "1:", "classid", "1:1", "htb", "rate", f"{rate_mbit}mbit"]
+                _run(*where, "tc", "class", "replace", "dev", device, *rate)
+                buffer = ["parent", "1:1", "bfifo", "limit", str(BUFFER_BYTES)]
+                _run(*where, "tc", "qdisc", "replace", "dev", device, *buffer)
 
     def result_of(self, program: str, *arguments: str) -> Any:
         """What a program on the first host prints at last, as JSON; it is given the workers' addresses."""

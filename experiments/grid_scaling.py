@@ -215,13 +215,14 @@ def measure(processes: int, widths: Sequence[int], options: argparse.Namespace) 
     tf.config.threading.set_inter_op_parallelism_threads(3)  # workers have as many: one computes, others send
     tf.config.threading.set_intra_op_parallelism_threads(1)
     import pipetrain
-    from pipetrain.cluster.bandwidth import with_message_work
+    from pipetrain.cluster.bandwidth import with_processors
     from pipetrain.compute.profiling.profiler import with_slices
     from pipetrain.frontend.layout import described
 
     with pipetrain.LocalWorkers(processes) as workers:
         devices = pipetrain.connect(workers.addresses)
-        cluster = with_message_work(described(devices, within_functions=True), devices)
+        cluster = with_processors(described(devices, within_functions=True), devices)
+        cluster = replace(cluster, caller_work_s=())  # which is in what a step takes beside
         beside_s = _beside_s(processes, cluster, devices)
         for width in widths:
             parts = {grid.outputs for grid in grids(processes)}

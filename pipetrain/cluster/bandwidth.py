@@ -1,4 +1,4 @@
-"""The links between workers, measured: their bandwidth, and what messages take of processors that compute."""
+"""The links between workers and their processors, measured: bandwidth, speeds, and what else needs processors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.cluster.connection import about, joins, task_of
-from pipetrain.compute.cores import HOST, cores, finish, is_remote
+from pipetrain.compute.cores import HOST, cores, finish, is_remote, own_host, own_machine
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link
 from pipetrain.schemes.transfers.plan import Message
 
 REPEATS = 7
+WORKED = 20  # calls by which what they take of processors is measured
 HOPS = 40  # of a message to and fro, by which its latency is measured
 ACTIONS = 10  # one after another, by which an action's overhead is measured
 LONG_S = 0.1  # a copy that takes so much longer than an empty one tells the bandwidth
@@ -41,7 +42,7 @@ def joined(devices: Sequence[str], within_functions: bool = False) -> Cluster:
         between[i][j] = between[j][i] = _link(first, last, within_functions)
     slowest = max((link for row in between for link in row), key=lambda link: link.seconds(LARGEST_BYTES))
     remote = tuple(filter(is_remote, devices))
-    overhead_s, call_s = (0.0, _call_of_all_s(remote)) if within_functions else (_overhead_s(remote), 0.0)
+    overhead_s, call_s = (0.0, _call_of_all_s(remote)[0]) if within_functions else (_overhead_s(remote), 0.0)
     return Cluster(
         (Level(slowest),),
         None,
@@ -53,9 +54,18 @@ def joined(devices: Sequence[str], within_functions: bool = False) -> Cluster:
     )
 
 
-def with_message_work(cluster: Cluster, devices: Sequence[str]) -> Cluster:
-    """The cluster of these devices with what messages take of their processors, which takes seconds to measure."""
-    return replace(cluster, message_work=Message(*message_work(devices, cluster)))
+def with_processors(cluster: Cluster, devices: Sequence[str]) -> Cluster:
+    """The cluster of these devices with what is known of their processors only by seconds of measuring.
+
+    That is how fast each computes while all do, and what messages and this program take of them.
+    """
+    remote = tuple(filter(is_remote, devices))
+    return replace(
+        cluster,
+        message_work=Message(*message_work(devices, cluster)),
+        speeds=_speeds(joins(), tuple(devices), apart(cluster, len(devices))) if remote == tuple(devices) else (),
+        caller_work_s=_caller_work_s(devices, CALLER_WORK * _call_of_all_s(remote)[1]) if remote else (),
+    )
 
 
 def _link(first: str, last: str, within_functions: bool) -> Link:
@@ -82,8 +92,13 @@ def _forget_former_workers() -> None:
 
 
 def _host(device: str) -> str:
-    task = task_of(device)
-    return "controller" if task is None else str(_about(task).get("host", task))
+    """The host of a device: what joins two devices is measured once for each two of them."""
+    return own_host() if (task := task_of(device)) is None else str(_about(task).get("host", task))
+
+
+def _machine(device: str) -> str:
+    """That on whose cores a CPU device computes: hosts that are containers may share a machine's."""
+    return own_machine() if (task := task_of(device)) is None else str(_about(task).get("machine", task))
 
 
 @cache
@@ -157,8 +172,11 @@ def _overhead_s(devices: tuple[str, ...]) -> float:
 
 
 @cache
-def _call_of_all_s(devices: tuple[str, ...]) -> float:
-    """What a call of a function over all devices takes, each of which has next to nothing to do."""
+def _call_of_all_s(devices: tuple[str, ...]) -> tuple[float, float]:
+    """What a call of a function over all devices takes, each of which has next to nothing to do: in all, and of cores.
+
+    The latter are the seconds of processors that this process takes.
+    """
 
     @tf.function(autograph=False)
     def run(number: tf.Tensor) -> tf.Tensor:
@@ -169,11 +187,17 @@ def _call_of_all_s(devices: tuple[str, ...]) -> float:
         with tf.device(HOST):
             return tf.add_n(made)
 
-    return _median_s(run, devices[0])
+    call_s = _median_s(run, devices[0])
+    with tf.device(devices[0]):
+        number = tf.zeros([])
+    start_s = time.process_time()
+    for _ in range(WORKED):
+        run(number).numpy()
+    return call_s, (time.process_time() - start_s) / WORKED
 
 
 def _median_s(run: Callable[[tf.Tensor], tf.Tensor], device: str) -> float:
-    """What the function takes with a number that is on the device."""
+    """What the function takes with a number that is on the device, in the median."""
     with tf.device(device):
         number = tf.zeros([])
     taken = []
@@ -195,10 +219,10 @@ def _at_once(devices: Sequence[str]) -> float:
     if any("CPU" not in device for device in devices):
         return float("inf")
     at_once = 0
-    by_host: dict[str, set[str]] = {}
+    by_machine: dict[str, set[str]] = {}
     for device in devices:
-        by_host.setdefault(_host(device), set()).add(device)
-    for members in by_host.values():
+        by_machine.setdefault(_machine(device), set()).add(device)
+    for members in by_machine.values():
         known = {core for device in members for core in _cores(device)}
         at_once += min(len(known), len(members)) if known else len(members)
     return at_once
@@ -208,7 +232,7 @@ def _own_cores(devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """The cores of all hosts that each device keeps to, numbered anew; none where a device's are not known."""
     numbers: dict[tuple[str, int], int] = {}
     found = tuple(
-        tuple(numbers.setdefault((_host(device), core), len(numbers)) for core in _cores(device))
+        tuple(numbers.setdefault((_machine(device), core), len(numbers)) for core in _cores(device))
         for device in devices
         if "CPU" in device
     )
@@ -220,6 +244,76 @@ def _cores(device: str) -> list[int]:
     return cores() if task is None or not is_remote(device) else list(_about(task).get("cores", []))  # type: ignore[call-overload]
 
 
+# What a step takes of processors while devices compute, for its rows and Keras' loop: so many times what a call takes
+# that computes nothing. Measured of all-reduce between two workers, see docs/guide/slow-networks.md.
+CALLER_WORK = 5.0
+
+
+def _caller_work_s(devices: Sequence[str], work_s: float) -> tuple[float, ...]:
+    """Of each device the part of this program's work that its core does; all 0 if this program has an idle core."""
+    mine = {(_machine(HOST), core) for core in cores()}
+    theirs = [{(_machine(device), core) for core in _cores(device)} if "CPU" in device else set() for device in devices]
+    if mine - set[Any]().union(*theirs):
+        return ()
+    return tuple(work_s / len(mine) if mine & each else 0.0 for each in theirs)
+
+
+def apart(cluster: Cluster, devices: int) -> tuple[tuple[int, ...], ...]:
+    """Groups of devices that compute at once, none of which waits for another's core."""
+    groups: list[list[int]] = []
+    for device in range(devices):
+        known = {*cluster.cores[device]} if cluster.cores else set()
+        for group in groups:
+            if len(group) < cluster.processors and all(known.isdisjoint(cluster.cores[n]) for n in group if known):
+                group.append(device)
+                break
+        else:
+            groups.append([device])
+    return tuple(map(tuple, groups))
+
+
+@cache
+def _speeds(joined: int, devices: tuple[str, ...], groups: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
+    """How fast each device multiplies matrices while its group does, beside the first one alone."""
+    with tf.device(devices[0]):
+        turns = tf.constant(100)
+        alone = _multiplying(devices[:1])
+        turns = tf.constant(int(100 * ALONE_S / max(float(alone(turns).numpy()[-1]), 1e-6)) + 1)
+    found, functions = [1.0] * len(devices), [_multiplying([devices[n] for n in group]) for group in groups]
+    taken_s = [[each(turns).numpy() for each in (alone, *functions)] for _ in range(SPEED_REPEATS + 1)][1:]
+    first_s, *others = [np.median(each, axis=0) for each in zip(*taken_s, strict=True)]
+    for group, group_s in zip(groups, others, strict=True):
+        for device, seconds in zip(group, group_s, strict=True):
+            found[device] = float(first_s[0] / max(seconds, 1e-9))
+    return tuple(found)
+
+
+def _multiplying(devices: Sequence[str]) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Multiplies on all devices so many times; gives what each has taken."""
+
+    def run(turns: tf.Tensor) -> tf.Tensor:
+        taken = []
+        for device in devices:
+            with tf.device(device):
+                start_s = tf.timestamp()
+                with tf.control_dependencies([start_s]):
+                    product = _product(tf.identity(turns))
+                with tf.control_dependencies([product]):
+                    taken.append(tf.timestamp() - start_s)
+        with tf.device(HOST):
+            return tf.stack([tf.identity(each) for each in taken])
+
+    return tf.function(run, autograph=False)
+
+
+def _product(turns: tf.Tensor) -> tf.Tensor:
+    """What so many multiplications give, on the device of this scope."""
+    identity = tf.eye(SIDE)
+    _, product = tf.while_loop(lambda n, _: n < turns, lambda n, x: (n + 1, x @ identity), (0, tf.ones([SIDE, SIDE])))
+    return product[0, 0]
+
+
+SPEED_REPEATS, ALONE_S = 5, 0.2  # so many multiplications of so many seconds, by which speeds are measured
 SIDE = 256  # of the matrices that are multiplied meanwhile
 COMPUTED_S = 0.2  # what the multiplications take; the messages arrive within less
 SENT_S, MOST_BYTES = 0.1, 2**20  # what the large messages take together each way, and their bytes at most
@@ -273,11 +367,7 @@ def _function(first: str, last: str, count: int, size_bytes: int) -> Callable[[t
     def run(turns: tf.Tensor) -> tf.Tensor:
         results = []
         with tf.device(first):
-            identity = tf.eye(SIDE)
-            _, product = tf.while_loop(
-                lambda n, _: n < turns, lambda n, x: (n + 1, x @ identity), (0, tf.ones([SIDE, SIDE]))
-            )
-            results.append(product[0, 0])
+            results.append(_product(turns))
         for source, sink in ((first, last), (last, first)):
             for n in range(count):
                 with tf.device(source):

@@ -123,7 +123,7 @@ def _start(serving: Serving) -> str:
     """Start TensorFlow's server, which so far knows of no other task; its address."""
     import tensorflow as tf
 
-    from pipetrain.compute.cores import cores, give_own_pools
+    from pipetrain.compute.cores import cores, give_own_pools, own_host, own_machine
 
     give_own_pools()
     config = tf.compat.v1.ConfigProto(
@@ -147,7 +147,7 @@ def _start(serving: Serving) -> str:
                 f"This system cannot keep TensorFlow's server to this machine: {error}. Received: {serving.address}. "
                 "Try an address of this machine, within a network that you trust."
             ) from error
-    about = {"tensorflow": tf.__version__, "host": _host(), "cores": cores()}
+    about = {"tensorflow": tf.__version__, "host": own_host(), "machine": own_machine(), "cores": cores()}
     if (memory := host_memory.folder()) is not None:
         about["memory"] = str(memory)
     tf.io.gfile.makedirs(os.path.dirname(ABOUT))
@@ -184,15 +184,6 @@ def listening(port: int | None = None) -> list[int]:
             if os.readlink(f"/proc/self/fd/{descriptor}") in sockets:
                 found.append(int(descriptor))
     return found
-
-
-def _host() -> str:
-    """Equal for workers of one machine, and there of one network namespace: containers may be far apart."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return boot + os.readlink("/proc/self/ns/net")
-    except OSError:
-        return socket.gethostname()
 
 
 def _exposure(serving: Serving) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import tensorflow as tf
 
@@ -76,6 +78,22 @@ def cores() -> list[int]:
     """The processor cores this process may use."""
     known = hasattr(os, "sched_getaffinity")  # on Linux
     return sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
+
+
+def own_machine() -> str:
+    """Equal for processes of one machine, whose cores they share, in whatever containers they are."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def own_host() -> str:
+    """Equal for processes of one machine, and there of one network namespace: containers may be far apart."""
+    try:
+        return own_machine() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return own_machine()
 
 
 def give_own_pools() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.checkpoint.state import assign_model, collected
-from pipetrain.cluster.bandwidth import with_message_work
+from pipetrain.cluster.bandwidth import with_processors
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.graph.inputs import Shapes, shapes_of_data
 from pipetrain.compute.keras_private import rate_of
@@ -206,7 +206,7 @@ class AutoStrategy(PipelineStrategy):
         sent = (*SENT, CROSSING) if "compression" in self._allow else ()
         whole = planner.profile(batch_size, 1, sent)
         of_microbatches = planner.profile(batch_size, pieces, sent) if 1 < pieces <= batch_size else None
-        cluster = with_message_work(described_for(self.model, self.devices, self.given.memory_bytes), self.devices)
+        cluster = with_processors(described_for(self.model, self.devices, self.given.memory_bytes), self.devices)
         mirrored = not any(map(is_remote, self.devices))
         training = planner.training._replace(microbatches=1)
         return choose(

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from pipetrain.cluster.bandwidth import with_message_work
+from pipetrain.cluster.bandwidth import with_processors
 from pipetrain.cluster.connection import place
 from pipetrain.compute.cores import is_remote
 from pipetrain.compute.graph.blocks import Chain, cut_points
@@ -200,7 +200,7 @@ class Planner:
         """
         if self.layout.ends is None:
             self.partition(batch_size, self.verbose)
-        cluster = with_message_work(self._cluster, self._devices)
+        cluster = with_processors(self._cluster, self._devices)
         devices = len(self._compared_on) or self.training.chosen.schedule.devices(sum(self.layout.replicas))
         sent = compressions_of(scheme)
         whole = self.profile(batch_size, 1, sent)

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from pipetrain.checkpoint.state import OF_DEVICE, Arrays
-from pipetrain.cluster.bandwidth import with_message_work
+from pipetrain.cluster.bandwidth import with_processors
 from pipetrain.compute.cores import HOST
 from pipetrain.compute.functions.split import size_bytes, specs
 from pipetrain.compute.functions.stage import Stage
@@ -444,7 +444,7 @@ class TransferStrategy(RunnerStrategy):
             message = message_of(cluster, workers, self._serves, self._topology)
             if message != Message():  # else no order hides anything
                 profile = planner.profile(rows or DEFAULT_ROWS, workers, filter(None, [self._compression]))
-                cluster = with_message_work(cluster, self._devices)
+                cluster = with_processors(cluster, self._devices)
                 message = message_of(cluster, workers, self._serves, self._topology)
         workload = workload_of(planner.chain, variables, profile, message, workers, self._rows_alone())
         if isinstance(self._synchrony, LocalSGD):

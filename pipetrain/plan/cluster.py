@@ -96,8 +96,14 @@ class Cluster:
             crosses a pipeline's cuts.
         cores: of each device the numbers of the processor cores that it may work on, where these are known: devices
             that keep to the same core wait for each other though another core has nothing to do.
+        speeds: of each device how fast it computes while all do, 1 being the first one's speed alone, at which models
+            are profiled; none: all compute at that.
+        caller_work_s: of each device the seconds of its processor that the calling program takes in each step while
+            devices compute; none: it takes nothing. Both are counted where gradients or layers' outputs are exchanged
+            between all devices, as ``message_work`` is.
 
-    Raises ValueError for groups that do not nest, and for a device without a core where cores are known.
+    Raises ValueError for groups that do not nest, for a device without a core where cores are known, for speeds that
+    are not above 0 and for work below 0.
     """
 
     levels: tuple[Level, ...] = (Level(PCIE_3),)
@@ -108,6 +114,8 @@ class Cluster:
     call_s: float = 0.0
     message_work: Message = NO_WORK
     cores: tuple[tuple[int, ...], ...] = ()
+    speeds: tuple[float, ...] = ()
+    caller_work_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = [level.devices for level in self.levels]
@@ -125,6 +133,13 @@ class Cluster:
             raise ValueError(
                 f"A device works on a core at least. Received: cores={self.cores}. Try cores=(), for not known."
             )
+        if not all(0 < speed < math.inf for speed in self.speeds):
+            raise ValueError(f"A device computes at a speed above 0. Received: speeds={self.speeds}. Try speeds=().")
+        if not all(0 <= work_s < math.inf for work_s in self.caller_work_s):
+            raise ValueError(
+                "The calling program takes a number of seconds from 0 up. "
+                f"Received: caller_work_s={self.caller_work_s}. Try caller_work_s=()."
+            )
 
     def link(self, first: int, last: int) -> Link:
         """The link that joins devices ``first`` to ``last``: the innermost level's that has both in one group."""
@@ -141,6 +156,10 @@ class Cluster:
         if len(self.cores) < devices:
             return max(1.0, devices / self.processors)
         return max(1.0, *devices_on_cores(self.cores[:devices]).values())
+
+    def speed(self, device: int) -> float:
+        """How fast this device computes while all do."""
+        return self.speeds[device] if device < len(self.speeds) else 1.0
 
     def holds(self, size_bytes: float) -> bool:
         """Whether so much fits the memory of a device."""

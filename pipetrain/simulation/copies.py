@@ -219,10 +219,12 @@ def _two(setting: Setting) -> Setting:
     link = Link(slowest.bandwidth_bytes_per_s / times, messages * slowest.latency_s)
     crowding = setting.cluster.crowding(setting.workers)
     at_once = 1 if crowding >= 2 else 2  # of the two: what they wait for each other is not counted twice
-    workload = _longer(setting.workload, crowding * at_once / 2)
+    speed = min(setting.cluster.speed(worker) for worker in range(setting.workers))
+    workload = _longer(setting.workload, crowding * at_once / 2 / speed)
     each = setting.cluster.message_work
     work = Message(sent * each.overhead_s, times * each.s_per_byte)
-    cluster = Cluster((Level(link),), processors=at_once, message_work=work)
+    called_s = (max(setting.cluster.caller_work_s[: setting.workers], default=0.0),) * 2
+    cluster = Cluster((Level(link),), processors=at_once, message_work=work, caller_work_s=called_s)
     return replace(setting, workload=workload, workers=2, servers=servers, cluster=cluster, topology=None)
 
 

@@ -175,10 +175,13 @@ class SimulatedDevice:
         kernel: whose clock and processors it has.
         core: that it computes on, maybe with others.
         factor: gives by how much longer each piece of work takes.
+        speed: by which the seconds of all its work are divided.
     """
 
-    def __init__(self, number: int, kernel: Kernel, core: SimulatedCore, factor: Callable[[], float]) -> None:
-        self._number, self._core, self._factor = number, core, factor
+    def __init__(
+        self, number: int, kernel: Kernel, core: SimulatedCore, factor: Callable[[], float], speed: float = 1.0
+    ) -> None:
+        self._number, self._core, self._factor, self._speed = number, core, factor, speed
         self._clock, self._processors, self._work = kernel.clock, kernel.processors, kernel.work
         self._queue: list[tuple[int, int, float, Op, int, Callable[[float], None]]] = []
         self._numbers = count()
@@ -199,7 +202,7 @@ class SimulatedDevice:
     def _begin(self, seconds: float, op: Op, step: int, then: Callable[[float], None]) -> None:
         start_s = self._clock.now
         self._core.begin()
-        self._clock.at(start_s + seconds * self._factor(), partial(self._done, start_s, op, step, then))
+        self._clock.at(start_s + seconds * self._factor() / self._speed, partial(self._done, start_s, op, step, then))
 
     def _done(self, start_s: float, op: Op, step: int, then: Callable[[float], None]) -> None:
         delay_s = self._core.end()
@@ -291,7 +294,8 @@ class Kernel:
     """Devices that compute and send, and the journal of that: ``work`` and ``messages``, in the order of time.
 
     Args:
-        cluster: how the devices are joined, how many work at once, and what messages take of their processors.
+        cluster: how the devices are joined, how many work at once and how fast, and what messages and the calling
+            program take of their processors.
         factors: of each device, what gives by how much longer each piece of work takes.
         switched: how messages go through several media, see ``Ports``.
     """
@@ -307,11 +311,18 @@ class Kernel:
         self.messages: list[SimulatedMessage] = []
         shared = [self.processors.shared_core(number) for number, _ in enumerate(factors)]
         cores = {core: SimulatedCore(self.clock) for core in shared if core is not None}
+        own = [SimulatedCore(self.clock) if core is None else cores[core] for core in shared]
         self.devices = [
-            SimulatedDevice(number, self, SimulatedCore(self.clock) if core is None else cores[core], factor)
-            for number, (core, factor) in enumerate(zip(shared, factors, strict=True))
+            SimulatedDevice(number, self, core, factor, cluster.speed(number))
+            for number, (core, factor) in enumerate(zip(own, factors, strict=True))
         ]
+        self._called = dict(zip(own, cluster.caller_work_s, strict=False))
         self.ports = Ports(self.clock, cluster, self.devices, switched)
+
+    def call(self) -> None:
+        """The calling program begins a step, and takes what it needs of the processors."""
+        for core, work_s in self._called.items():
+            core.disturb(work_s)
 
     def send(self, message: SimulatedMessage, arrives: Happens) -> None:
         """A message leaves now; ``arrives`` happens when it is there."""

@@ -308,6 +308,24 @@ def test_what_messages_take_of_a_shared_core_delays_whoever_computes_there():
     assert taken_s[0] == taken_s[1] and taken_s[2] > taken_s[1] + 3
 
 
+@pytest.mark.parametrize(
+    ("known", "step_s"),
+    [
+        ({}, 3.0),
+        ({"speeds": (1.0, 0.5)}, 6.0),
+        ({"speeds": (2.0,)}, 3.0),  # the second one's is not known: it is 1
+        ({"caller_work_s": (0.25, 0.5)}, 3.5),
+        ({"caller_work_s": (0.25, 0.25), "cores": ((0,), (0,)), "processors": 1}, 6.25),
+        ({"caller_work_s": (0.5, 0.5), "speeds": (1.0, 0.5)}, 6.5),
+    ],
+)
+def test_a_step_lasts_as_long_as_the_slowest_worker_and_what_the_program_takes_of_its_core(known, step_s):
+    """Layers of 3 s for each of two workers; what the program takes of a core does not depend on its device's speed."""
+    workload = Workload.chain([0], [1.0], [2.0])
+    setting = Setting(workload, 2, False, joined(0.0, **known))
+    assert simulate_plan(setting, ORDERS["none"](workload, False), 3).step_s == step_s
+
+
 @given(workloads(), st.booleans(), st.integers(1, 4), st.sampled_from([0, 1, 2, 5]))
 @settings(max_examples=25)
 def test_every_plan_runs_and_moves_what_it_says(workload, serves, workers, window):
