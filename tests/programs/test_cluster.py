@@ -15,11 +15,12 @@ import pytest
 
 from pipetrain.cli.main import main
 from pipetrain.cluster import bandwidth, connection, server
-from pipetrain.cluster.bandwidth import message_work
+from pipetrain.cluster.bandwidth import apart, message_work
 from pipetrain.cluster.connection import connect, described_by
 from pipetrain.cluster.hosts import Hosts, is_loopback, split, task_of_tf_config, with_port
 from pipetrain.cluster.local_workers import LocalWorkers
 from pipetrain.cluster.sockets import NO_HOST
+from pipetrain.compute.cores import own_machine
 from pipetrain.plan.cluster import Cluster, Level, Link
 from pipetrain.plan.memory import Training
 from pipetrain.plan.partition import partition
@@ -485,19 +486,63 @@ def test_messages_within_one_process_take_no_work():
     assert message_work(["CPU:0", "CPU:1"], Cluster()) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("known", "groups"),
+    [
+        ({}, ((0, 1, 2, 3),)),
+        ({"processors": 2}, ((0, 1), (2, 3))),
+        ({"processors": 2, "cores": ((0,), (0,), (1,), (1,))}, ((0, 2), (1, 3))),
+        ({"processors": 3, "cores": ((0, 1), (1, 2), (2,), (3,))}, ((0, 2, 3), (1,))),
+    ],
+)
+def test_devices_of_a_group_wait_for_no_core(known, groups):
+    assert apart(Cluster(**known), 4) == groups
+
+
+def on_one_machine(monkeypatch, mine, *devices):
+    """This process may use these cores, and workers theirs."""
+    said = [{"machine": own_machine(), "host": str(n), "cores": each} for n, each in enumerate(devices)]
+    monkeypatch.setattr(bandwidth, "_about", said.__getitem__)
+    monkeypatch.setattr(bandwidth, "cores", lambda: mine)
+    return said, [f"/job:worker/replica:0/task:{n}/device:CPU:0" for n in range(len(devices))]
+
+
+@pytest.mark.parametrize(
+    ("mine", "workers", "work_s"),
+    [
+        ([0, 1], ([0], [1]), (0.5, 0.5)),
+        ([0, 1, 2], ([0], [1]), ()),  # a core has nothing to do
+        ([1], ([0], [1]), (0.0, 1.0)),
+        ([2], ([0], [1]), ()),
+    ],
+)
+def test_what_the_program_takes_of_workers_cores(monkeypatch, mine, workers, work_s):
+    _, devices = on_one_machine(monkeypatch, mine, *workers)
+    assert bandwidth._caller_work_s(devices, 1.0) == work_s
+
+
+def test_containers_of_a_machine_share_its_cores(monkeypatch):
+    """Two hosts by their network, one by their cores; other machines have other cores of the same numbers."""
+    said, devices = on_one_machine(monkeypatch, [0], [0], [0], [0])
+    assert bandwidth._own_cores(devices) == ((0,), (0,), (0,)) and bandwidth._at_once(devices) == 1
+    said[2]["machine"] = "another"
+    assert bandwidth._own_cores(devices) == ((0,), (0,), (1,)) and bandwidth._at_once(devices) == 2
+
+
 @pytest.mark.slow
-def test_what_messages_take_of_workers_is_measured():
+def test_what_is_known_of_workers_processors_is_measured():
     script = """
 import math
 import pipetrain
-from pipetrain.cluster.bandwidth import joined, message_work
+from pipetrain.cluster.bandwidth import joined, with_processors
 with pipetrain.LocalWorkers(2) as workers:
     devices = pipetrain.connect(workers.addresses)
-    taken = message_work(devices, joined(devices, within_functions=True))
-    print([0 <= each < math.inf for each in taken])
+    found = with_processors(joined(devices, within_functions=True), devices)
+    print(all(0 <= each < math.inf for each in found.message_work), [0.01 < each < 100 for each in found.speeds],
+          len(found.caller_work_s) in (0, 2))
 """
     done = run(script)
-    assert done.stdout.startswith("[True, True]"), done.stderr
+    assert done.stdout.startswith("True [True, True] True"), done.stderr
 
 
 def test_a_cluster_with_measured_links():

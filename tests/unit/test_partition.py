@@ -372,6 +372,12 @@ def test_cluster_files(tmp_path):
         Cluster((Level(PCIE_3, 4), Level(PCIE_3, 6)))
 
 
+@pytest.mark.parametrize(("name", "values"), [("speeds", (1.0, 0.0)), ("caller_work_s", (-1.0,)), ("cores", ((),))])
+def test_what_is_known_of_devices_is_possible(name, values):
+    with pytest.raises(ValueError, match=rf"Received: {name}=.*Try {name}=\(\)"):
+        Cluster(**{name: values})
+
+
 def test_the_way_that_suits():
     """Heavy weights: a pipeline. None: data parallelism, which is simpler. One slow block at the front: a hybrid."""
     fast = Cluster((Level(Link(100.0)),))

@@ -432,6 +432,9 @@ def test_blocks_are_layers_of_a_share_of_the_rows():
         ({"processors": 2}, 4),
         ({"processors": 2, "cores": ((0,),) * 5 + ((1,),) * 3}, 5),
         ({"processors": 2, "cores": ((0, 1),) * 8}, 4),
+        ({"speeds": (1.0, 0.5) * 4}, 2),
+        ({"processors": 4, "speeds": (0.5,) * 8}, 4),
+        ({"caller_work_s": (0.0, 3e-3) + (1e-3,) * 6}, 2),
     ],
 )
 def test_many_workers_take_as_long_as_those_of_the_fullest_core(options, times):
