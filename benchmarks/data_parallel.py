@@ -5,7 +5,8 @@ cores where there are more hosts, and a port of limited bandwidth; the program r
 train in one process, in turns of ``--steps`` minibatches, in a sequence that is drawn anew for each round, so that a
 machine whose speed drifts is fair to all. Of each the median of all steps is printed but for the first and the last of
 a turn (in the last no rows of a next one are sent), how many times as fast as TensorFlow's own order that is, how many
-times as fast as it ``auto`` is, which is compared within rounds, with its quartiles, and what the simulator predicts.
+times as fast as it ``auto`` is, which is compared within rounds, with its quartiles, and what the simulator predicts by
+profiles that are made in turns with the steps, the median over the rounds.
 Orders that give one plan are trained once. With ``--auto`` one device alone and the scheme ``auto``, allowed to take
 every inexact way, are beside them, and the column "auto against it" is of that. Beside them in turns: TensorFlow's
 MultiWorkerMirroredStrategy, as a loop written by hand, with its own packs and with packs of 1 MiB. It is said what part
@@ -42,6 +43,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -281,17 +283,27 @@ def train(options: argparse.Namespace) -> None:
             ends.callback(peer.end)
             ways.append(peer)
             names.append([packs])
-        rounds, since = 0, ticks()
-        sequences = random.Random()  # another one in each process, where Keras' seeds are the same
-        while rounds < options.rounds and (not rounds or time.perf_counter() - start_s < options.seconds):
-            for way in sequences.sample(ways, len(ways)):
-                way.turn(counts=True)
-            rounds += 1
+        since = ticks()
+        predicted_ms = in_turns(ways, options, start_s)
         found = [
-            (way.scheme, ", ".join(each), way.turns_ms, way.predicted_ms(options.part))
-            for way, each in zip(ways, names, strict=True)
+            (way.scheme, ", ".join(each), way.turns_ms, None if None in of_way else statistics.median(of_way))
+            for way, each, of_way in zip(ways, names, zip(*predicted_ms, strict=True), strict=True)
         ]
-        print(json.dumps([rounds, stolen_part(since), found]), flush=True)
+        print(json.dumps([len(predicted_ms), stolen_part(since), found]), flush=True)
+
+
+def in_turns(ways: Sequence[Any], options: argparse.Namespace, start_s: float) -> list[list[float | None]]:
+    """Train by all ways in turns; gives of each round what the simulator says of each, by profiles made in that."""
+    predicted_ms: list[list[float | None]] = []
+    sequences = random.Random()  # another one in each process, where Keras' seeds are the same
+    while len(predicted_ms) < options.rounds and (not predicted_ms or time.perf_counter() - start_s < options.seconds):
+        for way in sequences.sample([*ways, None], len(ways) + 1):
+            if way is not None:
+                way.turn(counts=True)
+                continue
+            with TemporaryDirectory() as cache, patch.dict(os.environ, XDG_CACHE_HOME=cache):
+                predicted_ms.append([each.predicted_ms(options.part) for each in ways])
+    return predicted_ms
 
 
 def tried(scheme: str, given: Sequence[str] | None) -> list[str]:
