@@ -177,8 +177,11 @@ class Way:
         if part == "forward" or self._is_at_own_pace:
             return None
         if self.scheme in BESIDE:
-            choice = self._pm.explain(self._rows).choice
-            return 1e3 * (choice.one_s if self.scheme == SINGLE else choice.fastest.step_s)
+            choice = self._pm._strategy.explanation(self._rows, self._pm._chosen_scheme).choice
+            if self.scheme == SINGLE:
+                return 1e3 * choice.one_s
+            taken = str(self._pm.choice.taken)
+            return next((1e3 * way.step_s for way in choice.ways if str(way) == taken), None)
         from pipetrain.simulation.profiled import mean_step_s
 
         setting, plan = self._pm._strategy._setting(self._rows), self.plan

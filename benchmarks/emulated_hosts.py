@@ -18,7 +18,7 @@ from benchmarks.core_shares import group, joining
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 PORT = 2222
-BUFFER_BYTES = 100_000  # of a port: in a larger one what messages wait for each other grows with it
+BUFFER_S = 0.04  # for which what a port's buffer holds keeps it busy: so long does one message wait for others there
 PART = 0.75  # of the cores that workers have together where each has less than one: the program needs some too
 
 
@@ -48,7 +48,7 @@ class Hosts:
             for device, where in (("eth0", self.on(n)), (self._port(n), [])):
                 rate = ["parent", "1:", "classid", "1:1", "htb", "rate", f"{rate_mbit}mbit"]
                 _run(*where, "tc", "class", "replace", "dev", device, *rate)
-                buffer = ["parent", "1:1", "bfifo", "limit", str(BUFFER_BYTES)]
+                buffer = ["parent", "1:1", "bfifo", "limit", str(round(BUFFER_S * rate_mbit * 1e6 / 8))]
                 _run(*where, "tc", "qdisc", "replace", "dev", device, *buffer)
 
     def result_of(self, program: str, *arguments: str) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.cluster.connection import about, joins, task_of
-from pipetrain.compute.cores import HOST, cores, finish, is_remote, own_host, own_machine
+from pipetrain.compute.cores import HOST, cores, finish, is_processor, is_remote, own_host, own_machine
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link
 from pipetrain.schemes.transfers.plan import Message
 
@@ -60,10 +60,11 @@ def with_processors(cluster: Cluster, devices: Sequence[str]) -> Cluster:
     That is how fast each computes while all do, and what messages and this program take of them.
     """
     remote = tuple(filter(is_remote, devices))
+    are_workers = remote == tuple(devices) and all(map(is_processor, devices))
     return replace(
         cluster,
         message_work=Message(*message_work(devices, cluster)),
-        speeds=_speeds(joins(), tuple(devices), apart(cluster, len(devices))) if remote == tuple(devices) else (),
+        speeds=_speeds(joins(), remote, apart(cluster, len(devices))) if are_workers else (),
         caller_work_s=_caller_work_s(devices, CALLER_WORK * _call_of_all_s(remote)[1]) if remote else (),
     )
 
@@ -250,7 +251,7 @@ CALLER_WORK = 5.0
 
 
 def _caller_work_s(devices: Sequence[str], work_s: float) -> tuple[float, ...]:
-    """Of each device the part of this program's work that its core does; all 0 if this program has an idle core."""
+    """Of each device the part of this program's work that its core does; none if an idle core can do it."""
     mine = {(_machine(HOST), core) for core in cores()}
     theirs = [{(_machine(device), core) for core in _cores(device)} if "CPU" in device else set() for device in devices]
     if mine - set[Any]().union(*theirs):
