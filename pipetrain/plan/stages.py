@@ -317,7 +317,7 @@ def described(
                 uncoded_bytes=_uncoded_bytes(part),
             )
         )
-    call_s = 0.0 if training.chosen.asynchronous else costs.cluster.call_s
+    call_s = 0.0 if training.chosen.asynchronous else costs.cluster.synchronous_s
     processors = costs.cluster.processors
     return Partition(profile.model, profile.batch_size, tuple(stages), training, processors, profile.metric_s, call_s)
 

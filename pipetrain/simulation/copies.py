@@ -223,7 +223,8 @@ def _two(setting: Setting) -> Setting:
     workload = _longer(setting.workload, crowding * at_once / 2 / speed)
     each = setting.cluster.message_work
     work = Message(sent * each.overhead_s, times * each.s_per_byte)
-    called_s = (max(setting.cluster.caller_work_s[: setting.workers], default=0.0),) * 2
+    most_s = max(setting.cluster.caller_work_s[: setting.workers], default=0.0)
+    called_s = (most_s, 0.0 if at_once == 1 else most_s)  # of one processor it is taken once
     cluster = Cluster((Level(link),), processors=at_once, message_work=work, caller_work_s=called_s)
     return replace(setting, workload=workload, workers=2, servers=servers, cluster=cluster, topology=None)
 

@@ -104,11 +104,12 @@ def simulate(
     cluster = cluster or Cluster(processors=partition.processors)
     pieces = _pieces(chosen, len(stages), partition, microbatches)
     check_own(chosen, len(stages), pieces)
+    call_s = cluster.call_s if chosen.asynchronous else cluster.synchronous_s
     options = SimulationOptions(
         minibatches=checked_count("minibatches", minibatches, COUNTED, 200),
         microbatches=pieces,
         window=_window(window, len(stages), pieces, chosen),
-        caller_s=checked_from_zero("caller_s", partition.metric_s + cluster.call_s if caller_s is None else caller_s),
+        caller_s=checked_from_zero("caller_s", partition.metric_s + call_s if caller_s is None else caller_s),
         overhead_s=checked_from_zero("overhead_s", cluster.overhead_s if overhead_s is None else overhead_s),
         speeds=_speeds(speeds, devices),
         slowdown=checked_from_zero("slowdown", slowdown),

@@ -538,8 +538,8 @@ from pipetrain.cluster.bandwidth import joined, with_processors
 with pipetrain.LocalWorkers(2) as workers:
     devices = pipetrain.connect(workers.addresses)
     found = with_processors(joined(devices, within_functions=True), devices)
-    work = found.message_work
-    print(0 <= work.overhead_s < math.inf and 0 <= work.s_per_byte < math.inf, [0.01 < each < 100 for each in found.speeds],
+    work, speeds = found.message_work, found.speeds
+    print(0 <= work.overhead_s < math.inf and 0 <= work.s_per_byte < math.inf, [0.01 < each < 100 for each in speeds],
           len(found.caller_work_s) in (0, 2))
 """
     done = run(script)

@@ -268,6 +268,18 @@ def test_every_synchronous_step_takes_a_call_longer_and_messages_take_of_process
         assert with_work_s >= before_s + UNIT_S, name
 
 
+def test_a_synchronous_pipeline_waits_for_what_the_program_takes_of_the_device_of_which_it_takes_most():
+    plain, worked = FAST, replace(FAST, caller_work_s=(0.0, UNIT_S, 0.5 * UNIT_S))
+    for name, more_s in (("1f1b", UNIT_S), ("spectrain", 0.0)):
+        before, after = (partition(chain(8), 4, each, training=Training(name)) for each in (plain, worked))
+        assert after.step_s == pytest.approx(before.step_s + more_s)
+    before, after = (
+        partition(chain(8), 4, each, training=Training("1f1b", microbatches=4)) for each in (plain, worked)
+    )
+    ends_s = [simulate(cut, "1f1b", each, 40).step_s for cut, each in ((before, plain), (after, worked))]
+    assert ends_s[1] == pytest.approx(ends_s[0] + UNIT_S, rel=1e-6)
+
+
 @pytest.mark.wide
 def test_the_ways_with_a_schedule_of_a_file(tmp_path):
     for name, stages in (("zb-h1", 4), ("zb-v", 8)):

@@ -435,6 +435,7 @@ def test_blocks_are_layers_of_a_share_of_the_rows():
         ({"speeds": (1.0, 0.5) * 4}, 2),
         ({"processors": 4, "speeds": (0.5,) * 8}, 4),
         ({"caller_work_s": (0.0, 3e-3) + (1e-3,) * 6}, 2),
+        ({"processors": 2, "caller_work_s": (3e-3,) * 8}, 5),
     ],
 )
 def test_many_workers_take_as_long_as_those_of_the_fullest_core(options, times):
