@@ -99,7 +99,7 @@ def _host(device: str) -> str:
 
 def _machine(device: str) -> str:
     """That on whose cores a CPU device computes: hosts that are containers may share a machine's."""
-    return own_machine() if (task := task_of(device)) is None else str(_about(task).get("machine", task))
+    return own_machine() if (task := task_of(device)) is None else str(_about(task).get("machine", _host(device)))
 
 
 @cache
