@@ -18,6 +18,7 @@ from benchmarks.core_shares import group, joining
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 PORT = 2222
+LEAST_BYTES = 2**16  # of a buffer: it has to hold a packet, and Linux makes large ones of several
 BUFFER_S = 0.04  # for which what a port's buffer holds keeps it busy: so long does one message wait for others there
 PART = 0.75  # of the cores that workers have together where each has less than one: the program needs some too
 
@@ -44,11 +45,12 @@ class Hosts:
 
     def limit(self, rate_mbit: int) -> None:
         """Either direction of each host's port carries so much."""
+        size_bytes = max(LEAST_BYTES, round(BUFFER_S * rate_mbit * 1e6 / 8))
         for n in range(len(self.names)):
             for device, where in (("eth0", self.on(n)), (self._port(n), [])):
                 rate = ["parent", "1:", "classid", "1:1", "htb", "rate", f"{rate_mbit}mbit"]
                 _run(*where, "tc", "class", "replace", "dev", device, *rate)
-                buffer = ["parent", "1:1", "bfifo", "limit", str(round(BUFFER_S * rate_mbit * 1e6 / 8))]
+                buffer = ["parent", "1:1", "bfifo", "limit", str(size_bytes)]
                 _run(*where, "tc", "qdisc", "replace", "dev", device, *buffer)
 
     def result_of(self, program: str, *arguments: str) -> Any:

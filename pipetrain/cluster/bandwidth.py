@@ -14,12 +14,11 @@ import numpy as np
 import tensorflow as tf
 
 from pipetrain.cluster.connection import about, joins, task_of
-from pipetrain.compute.cores import HOST, cores, finish, is_processor, is_remote, own_host, own_machine
+from pipetrain.compute.cores import HOST, cores, finish, is_processor, is_remote, own_machine
 from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link
 from pipetrain.schemes.transfers.plan import Message
 
 REPEATS = 7
-WORKED = 20  # calls by which what they take of processors is measured
 HOPS = 40  # of a message to and fro, by which its latency is measured
 ACTIONS = 10  # one after another, by which an action's overhead is measured
 LONG_S = 0.1  # a copy that takes so much longer than an empty one tells the bandwidth
@@ -93,8 +92,8 @@ def _forget_former_workers() -> None:
 
 
 def _host(device: str) -> str:
-    """The host of a device: what joins two devices is measured once for each two of them."""
-    return own_host() if (task := task_of(device)) is None else str(_about(task).get("host", task))
+    task = task_of(device)
+    return "controller" if task is None else str(_about(task).get("host", task))
 
 
 def _machine(device: str) -> str:
@@ -134,7 +133,7 @@ def _hop_s(hosts: frozenset[str], first: str, last: str) -> float:
             with tf.device(HOST):
                 return tf.identity(number)
 
-        return _median_s(run, first)
+        return _medians_s(run, first)[0]
 
     return max(0.0, seconds(HOPS) - seconds(0)) / HOPS
 
@@ -188,25 +187,20 @@ def _call_of_all_s(devices: tuple[str, ...]) -> tuple[float, float]:
         with tf.device(HOST):
             return tf.add_n(made)
 
-    call_s = _median_s(run, devices[0])
-    with tf.device(devices[0]):
-        number = tf.zeros([])
-    start_s = time.process_time()
-    for _ in range(WORKED):
-        run(number).numpy()
-    return call_s, (time.process_time() - start_s) / WORKED
+    return _medians_s(run, devices[0])
 
 
-def _median_s(run: Callable[[tf.Tensor], tf.Tensor], device: str) -> float:
-    """What the function takes with a number that is on the device, in the median."""
+def _medians_s(run: Callable[[tf.Tensor], tf.Tensor], device: str) -> tuple[float, float]:
+    """What the function takes with a number that is on the device, and what this process takes of processors then."""
     with tf.device(device):
         number = tf.zeros([])
     taken = []
     for _ in range(REPEATS + 1):  # the first makes the function
-        start_s = time.perf_counter()
+        start_s, before_s = time.perf_counter(), time.process_time()
         run(number).numpy()
-        taken.append(time.perf_counter() - start_s)
-    return float(np.median(taken[1:]))
+        taken.append((time.perf_counter() - start_s, time.process_time() - before_s))
+    call_s, work_s = np.median(taken[1:], axis=0)
+    return float(call_s), float(work_s)
 
 
 @tf.function(reduce_retracing=True)
@@ -246,7 +240,8 @@ def _cores(device: str) -> list[int]:
 
 
 # What a step takes of processors while devices compute, for its rows and Keras' loop: so many times what a call takes
-# that computes nothing. Measured of all-reduce between two workers, see docs/guide/slow-networks.md.
+# that computes nothing, beside that call itself, which is in ``call_s``. Measured of all-reduce between two workers,
+# see docs/guide/slow-networks.md; other ways are taken to be alike.
 CALLER_WORK = 5.0
 
 
@@ -296,9 +291,11 @@ def _multiplying(devices: Sequence[str]) -> Callable[[tf.Tensor], tf.Tensor]:
         taken = []
         for device in devices:
             with tf.device(device):
-                start_s = tf.timestamp()
+                given = tf.identity(turns)
+                with tf.control_dependencies([given]):  # else the time that it is on its way would count
+                    start_s = tf.timestamp()
                 with tf.control_dependencies([start_s]):
-                    product = _product(tf.identity(turns))
+                    product = _product(tf.identity(given))
                 with tf.control_dependencies([product]):
                     taken.append(tf.timestamp() - start_s)
         with tf.device(HOST):

@@ -97,11 +97,10 @@ class Cluster:
         cores: of each device the numbers of the processor cores that it may work on, where these are known: devices
             that keep to the same core wait for each other though another core has nothing to do.
         speeds: of each device how fast it computes while all do, 1 being the first one's speed alone, at which models
-            are profiled; none: all compute at that.
-            Counted where ``message_work`` is.
+            are profiled; none: all compute at that. Counted where ``message_work`` is.
         caller_work_s: of each device the seconds of its processor that the calling program takes in each step while
-            devices compute; none: it takes nothing. Counted where ``message_work`` is; and a synchronous pipeline's
-            step takes so much longer as it takes of the device of which it takes most.
+            devices compute; none: it takes nothing. Counted where ``message_work`` is; and the step of a synchronous
+            pipeline on all of them is longer by what it takes of the device of which it takes most.
 
     Raises ValueError for groups that do not nest, for a device without a core where cores are known, for speeds that
     are not above 0 and for work below 0.
@@ -162,10 +161,13 @@ class Cluster:
         """How fast this device computes while all do."""
         return self.speeds[device] if device < len(self.speeds) else 1.0
 
-    @property
-    def synchronous_s(self) -> float:
-        """Seconds that a synchronous pipeline's minibatch takes for its call: ``call_s``, and the program's work."""
-        return self.call_s + max(self.caller_work_s, default=0.0)
+    def calls_s(self, devices: int) -> float:
+        """Seconds that a synchronous minibatch on so many devices takes for its call, and for the program's work.
+
+        The latter are none on fewer devices than it is known of: those that have nothing to do leave cores to it.
+        """
+        work_s = self.caller_work_s if devices >= len(self.caller_work_s) else ()
+        return self.call_s + max(work_s, default=0.0)
 
     def holds(self, size_bytes: float) -> bool:
         """Whether so much fits the memory of a device."""

@@ -317,7 +317,8 @@ def described(
                 uncoded_bytes=_uncoded_bytes(part),
             )
         )
-    call_s = 0.0 if training.chosen.asynchronous else costs.cluster.synchronous_s
+    devices = max(each.device + each.replicas for each in stages)
+    call_s = 0.0 if training.chosen.asynchronous else costs.cluster.calls_s(devices)
     processors = costs.cluster.processors
     return Partition(profile.model, profile.batch_size, tuple(stages), training, processors, profile.metric_s, call_s)
 

@@ -316,7 +316,9 @@ class Kernel:
             SimulatedDevice(number, self, core, factor, cluster.speed(number))
             for number, (core, factor) in enumerate(zip(own, factors, strict=True))
         ]
-        self._called = dict(zip(own, cluster.caller_work_s, strict=False))
+        self._called: dict[SimulatedCore, float] = {}  # what the calling program takes of each core in a step
+        for core, work_s in zip(own, cluster.caller_work_s, strict=False):
+            self._called[core] = max(work_s, self._called.get(core, 0.0))
         self.ports = Ports(self.clock, cluster, self.devices, switched)
 
     def call(self) -> None:

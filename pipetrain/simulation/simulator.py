@@ -104,7 +104,8 @@ def simulate(
     cluster = cluster or Cluster(processors=partition.processors)
     pieces = _pieces(chosen, len(stages), partition, microbatches)
     check_own(chosen, len(stages), pieces)
-    call_s = cluster.call_s if chosen.asynchronous else cluster.synchronous_s
+    used = {device for each in devices for device in each}
+    call_s = cluster.call_s if chosen.asynchronous else cluster.calls_s(len(used))
     options = SimulationOptions(
         minibatches=checked_count("minibatches", minibatches, COUNTED, 200),
         microbatches=pieces,

@@ -107,7 +107,8 @@ class StepSimulation:
         self._behind: dict[int, list[int]] = {  # the messages that wait for each acknowledgement that has not come
             number: [] for number, item in enumerate(program.items) if isinstance(item, Acknowledgement)
         }
-        self._kernel.call()
+        if self._step >= 0:  # before are only the first step's rows
+            self._kernel.call()
         for number, awaits in enumerate(program.awaits):
             if not awaits and number not in self._behind:  # else it acknowledges nothing
                 self._start(number, number)

@@ -525,6 +525,10 @@ def test_containers_of_a_machine_share_its_cores(monkeypatch):
     """Two hosts by their network, one by their cores; other machines have other cores of the same numbers."""
     said, devices = on_one_machine(monkeypatch, [0], [0], [0], [0])
     assert bandwidth._own_cores(devices) == ((0,), (0,), (0,)) and bandwidth._at_once(devices) == 1
+    del said[0]["machine"], said[1]["machine"]  # as workers of before
+    said[1]["host"] = "0"
+    assert bandwidth._own_cores(devices)[:2] == ((0,), (0,))
+    said, devices = on_one_machine(monkeypatch, [0], [0], [0], [0])
     said[2]["machine"] = "another"
     assert bandwidth._own_cores(devices) == ((0,), (0,), (1,)) and bandwidth._at_once(devices) == 2
 

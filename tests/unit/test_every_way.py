@@ -278,6 +278,8 @@ def test_a_synchronous_pipeline_waits_for_what_the_program_takes_of_the_device_o
     )
     ends_s = [simulate(cut, "1f1b", each, 40).step_s for cut, each in ((before, plain), (after, worked))]
     assert ends_s[1] == pytest.approx(ends_s[0] + UNIT_S, rel=1e-6)
+    alone_s = [partition(chain(8), 1, each, training=Training("1f1b")).step_s for each in (plain, worked)]
+    assert alone_s[0] == alone_s[1]  # the others' cores have nothing else to do
 
 
 @pytest.mark.wide

@@ -316,6 +316,7 @@ def test_what_messages_take_of_a_shared_core_delays_whoever_computes_there():
         ({"speeds": (2.0,)}, 3.0),  # the second one's is not known: it is 1
         ({"caller_work_s": (0.25, 0.5)}, 3.5),
         ({"caller_work_s": (0.25, 0.25), "cores": ((0,), (0,)), "processors": 1}, 6.25),
+        ({"caller_work_s": (0.25, 0.0), "cores": ((0,), (0,)), "processors": 1}, 6.25),
         ({"caller_work_s": (0.5, 0.5), "speeds": (1.0, 0.5)}, 6.5),
     ],
 )
