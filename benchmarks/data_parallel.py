@@ -152,15 +152,22 @@ class Way:
         x = self._x[: self._rows * (2 + joined * max(1, (self._least_steps - 2) // joined))]
         ends = ends_s(self._pm, x, np.zeros(len(x), "int32"), self._rows, shuffle=False)
         taken_ms = [1e3 * each for each in np.diff(ends)[:-1]]  # the last sends no rows ahead
-        if self._is_at_own_pace or joined > 1:  # results of several workers come at once; one step of many joins
+        if self._is_pipeline:  # results of several minibatches come at once
+            taken_ms = [1e3 * float(np.polyfit(range(len(ends)), ends, 1)[0])]
+        elif self._is_at_own_pace or joined > 1:  # those of several workers do; one step of many joins
             taken_ms = [statistics.mean(taken_ms)]
         self.turns_ms += [taken_ms] if counts else []
 
     @property
     def _join_steps(self) -> int:
-        """Steps after which workers join."""
+        """Steps after which workers join; of a pipeline as many as a turn may have."""
         taken = self._pm.choice and self._pm.choice.taken.told.get("synchrony")
-        return join_steps(self._synchrony or taken)
+        return MOST_JOINED if self._is_pipeline else join_steps(self._synchrony or taken)
+
+    @property
+    def _is_pipeline(self) -> bool:
+        """Whether the scheme ``auto`` has taken one."""
+        return self._pm.choice is not None and self._pm.choice.taken.is_pipeline
 
     @property
     def taken(self) -> str:

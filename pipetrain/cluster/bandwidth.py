@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from pipetrain.cluster.connection import about, joins, task_of
 from pipetrain.compute.cores import HOST, cores, finish, is_processor, is_remote, own_machine
-from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link
+from pipetrain.plan.cluster import PCIE_3, SHARED_MEMORY, Cluster, Level, Link, devices_on_cores
 from pipetrain.schemes.transfers.plan import Message
 
 REPEATS = 7
@@ -64,7 +64,7 @@ def with_processors(cluster: Cluster, devices: Sequence[str]) -> Cluster:
         cluster,
         message_work=Message(*message_work(devices, cluster)),
         speeds=_speeds(joins(), remote, apart(cluster, len(devices))) if are_workers else (),
-        caller_work_s=_caller_work_s(devices, CALLER_WORK * _call_of_all_s(remote)[1]) if remote else (),
+        caller_work_s=_caller_work_s(devices, cluster) if remote else (),
     )
 
 
@@ -245,22 +245,32 @@ def _cores(device: str) -> list[int]:
 CALLER_WORK = 5.0
 
 
-def _caller_work_s(devices: Sequence[str], work_s: float) -> tuple[float, ...]:
-    """Of each device the part of this program's work that its core does; none if an idle core can do it."""
+def _caller_work_s(devices: Sequence[str], cluster: Cluster) -> tuple[float, ...]:
+    """Of each device the part of this program's work that its cores do; none if an idle core can do it.
+
+    Devices that share several cores share what these do; what a single one does delays each of those that keep to it.
+    """
     mine = {(_machine(HOST), core) for core in cores()}
     theirs = [{(_machine(device), core) for core in _cores(device)} if "CPU" in device else set() for device in devices]
     if mine - set[Any]().union(*theirs):
         return ()
-    return tuple(work_s / len(mine) if mine & each else 0.0 for each in theirs)
+    each_s = CALLER_WORK * _call_of_all_s(tuple(filter(is_remote, devices)))[1] / len(mine)
+    return tuple(each_s / _sharing(cluster.cores, n) if mine & own else 0.0 for n, own in enumerate(theirs))
+
+
+def _sharing(cores: Sequence[Sequence[int]], device: int) -> float:
+    """How many devices share each of the several cores that a device has; 1 where it has one, or none is known."""
+    own = cores[device] if cores else ()
+    return 1.0 if len(own) < 2 else max(1.0, *map(devices_on_cores(cores).__getitem__, own))
 
 
 def apart(cluster: Cluster, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Groups of devices that compute at once, none of which waits for another's core."""
+    """Groups of devices that compute at once, none of which waits for a core."""
     groups: list[list[int]] = []
     for device in range(devices):
-        known = {*cluster.cores[device]} if cluster.cores else set()
         for group in groups:
-            if len(group) < cluster.processors and all(known.isdisjoint(cluster.cores[n]) for n in group if known):
+            on_cores = devices_on_cores(cluster.cores[n] for n in (*group, device) if cluster.cores)
+            if len(group) < cluster.processors and max(on_cores.values(), default=0.0) < 1 + 1e-9:
                 group.append(device)
                 break
         else:
@@ -271,6 +281,8 @@ def apart(cluster: Cluster, devices: int) -> tuple[tuple[int, ...], ...]:
 @cache
 def _speeds(joined: int, devices: tuple[str, ...], groups: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
     """How fast each device multiplies matrices while its group does, beside the first one alone."""
+    if len(devices) == 1:
+        return (1.0,)
     with tf.device(devices[0]):
         turns = tf.constant(100)
         alone = _multiplying(devices[:1])

@@ -60,6 +60,7 @@ from pipetrain.schemes.synchrony import (
 from pipetrain.schemes.table import SERVING
 from pipetrain.schemes.transfers.orders import AUTO, MEASURED, ORDERS
 from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Workload, check_plan
+from pipetrain.simulation.costs import between_steps_s
 from pipetrain.simulation.data_parallel import Setting
 from pipetrain.simulation.profiled import coded, message_of, near, updating_alone
 
@@ -434,8 +435,8 @@ class TransferStrategy(RunnerStrategy):
     def _setting(self, rows: int | None, is_measured: bool = True) -> Setting:
         """The workers as the simulator takes them, for minibatches of so many rows.
 
-        If it ``is_measured``, the model is profiled, and links and what messages take of the processors are measured;
-        else nothing takes time.
+        If it ``is_measured``, the model is profiled, and links, processors' speeds and what else needs these are
+        measured, if anything is sent; else nothing takes time.
         """
         variables, planner, workers = self._segment.trainable_variables, self.planner, len(self._devices)
         profile, message, cluster = None, Message(), Cluster()
@@ -457,7 +458,7 @@ class TransferStrategy(RunnerStrategy):
             workers,
             self._serves,
             cluster,
-            cluster.overhead_s + cluster.call_s,
+            0.0 if profile is None else between_steps_s(profile, cluster),
             servers=self._servers,
             whole=True,
             input_bytes=sent,

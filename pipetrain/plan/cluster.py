@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ class Cluster:
         cores: of each device the numbers of the processor cores that it may work on, where these are known: devices
             that keep to the same core wait for each other though another core has nothing to do.
         speeds: of each device how fast it computes while all do, 1 being the first one's speed alone, at which models
-            are profiled; none: all compute at that. Counted where ``message_work`` is.
+            are profiled; none: all compute at that. Not counted of ways on fewer devices, nor where to cut.
         caller_work_s: of each device the seconds of its processor that the calling program takes in each step while
             devices compute; none: it takes nothing. Counted where ``message_work`` is; and the step of a synchronous
             pipeline on all of them is longer by what it takes of the device of which it takes most.
@@ -160,6 +160,27 @@ class Cluster:
     def speed(self, device: int) -> float:
         """How fast this device computes while all do."""
         return self.speeds[device] if device < len(self.speeds) else 1.0
+
+    def speeds_of(self, devices: int) -> tuple[float, ...]:
+        """How fast each of so many devices computes while these do: as one alone where others are idle."""
+        return tuple(map(self.speed, range(devices))) if devices >= len(self.speeds) else (1.0,) * devices
+
+    def with_program(self) -> Cluster:
+        """The cluster with the calling program as one more device, before the others, where these are known one by one.
+
+        It is joined to each of them as the first of them is, and computes on any of their cores.
+        """
+        between, cores = self.between, self.cores
+        if between:
+            first = between[0]
+            between = ((first[0], *first), *((row[0], *row) for row in between))
+        return replace(
+            self,
+            between=between,
+            cores=((*sorted({core for own in cores for core in own}),), *cores) if cores else (),
+            speeds=(1.0, *self.speeds) if self.speeds else (),
+            caller_work_s=(0.0, *self.caller_work_s) if self.caller_work_s else (),
+        )
 
     def calls_s(self, devices: int) -> float:
         """Seconds that a synchronous minibatch on so many devices takes for its call, and for the program's work.

@@ -98,9 +98,9 @@ class Partition(Tabular):
     Its rows, for pandas and for CSV files, are the stages, with the fields of ``StagePlan``.
 
     ``metric_s`` is what a minibatch's metrics take in the caller's thread, beside the stages, and ``call_s`` what its
-    call takes, 0 for asynchronous schemes, of which one call has several and the next one waits. ``simulated_s`` is
-    what a minibatch takes where the schedule flushes, as simulated over the cluster's links; None where it was not
-    simulated.
+    call takes, 0 for asynchronous schemes, of which one call has several and the next one waits. ``speed`` is that of
+    the slowest device while all compute, 1 being the profile's. ``simulated_s`` is what a minibatch takes where the
+    schedule flushes, as simulated over the cluster's links; None where it was not simulated.
     """
 
     model: str
@@ -111,6 +111,7 @@ class Partition(Tabular):
     metric_s: float = 0.0
     call_s: float = 0.0
     simulated_s: float | None = None
+    speed: float = 1.0
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -157,7 +158,8 @@ class Partition(Tabular):
 
         Synchronous schemes fill and drain the pipeline for every minibatch: ``simulated_s``, or where that is not known
         what the schedule takes in units of time, for ``gpipe`` and ``1f1b`` ``(1 + (N-1)/M)`` times as many, which is
-        right of equal stages. All stages' work and the metrics' divided by the processors, if that is more. And a call.
+        right of equal stages. All stages' work and the metrics' divided by the processors, if that is more. All that at
+        the devices' ``speed``, and a call.
         """
         if self.simulated_s is not None:
             return self.simulated_s
@@ -166,7 +168,7 @@ class Partition(Tabular):
         filling = 0.0
         if schedule.flushes:
             filling = waiting(schedule.order, schedule.devices(len(self.stages)), microbatches)
-        return max((1 + filling) * self.slowest_s, work_s / self.processors) + self.call_s
+        return max((1 + filling) * self.slowest_s, work_s / self.processors) / self.speed + self.call_s
 
     @property
     def samples_per_second(self) -> float:
@@ -319,8 +321,16 @@ def described(
         )
     devices = max(each.device + each.replicas for each in stages)
     call_s = 0.0 if training.chosen.asynchronous else costs.cluster.calls_s(devices)
-    processors = costs.cluster.processors
-    return Partition(profile.model, profile.batch_size, tuple(stages), training, processors, profile.metric_s, call_s)
+    return Partition(
+        profile.model,
+        profile.batch_size,
+        tuple(stages),
+        training,
+        costs.cluster.processors,
+        profile.metric_s,
+        call_s,
+        speed=min(costs.cluster.speeds_of(devices)),
+    )
 
 
 def _uncoded_bytes(part: Sequence[BlockProfile]) -> int:

@@ -140,7 +140,7 @@ class SimulationOptions:
     window: int
     caller_s: float
     overhead_s: float
-    speeds: Sequence[float] | None
+    speeds: Sequence[float]
     slowdown: float
     seed: int
     reduction: str
@@ -213,7 +213,7 @@ class StationBuilder:
         slots = {stage: 2 * n for n, stage in enumerate(dict(kinds))}
         inputs = [_slot(slots[stage], op) for stage, op in kinds]
         for replica, (number, on) in enumerate(zip(self._numbers[device], self._devices[device], strict=True)):
-            speed = options.speeds[on] if options.speeds else 1.0
+            speed = options.speeds[on]
             compute_s = [
                 self._costs.compute_s(stage, op, len(share[replica]), added.get((op, stage, n), Adding()), speed)
                 for n, share in enumerate(self._shares[device])

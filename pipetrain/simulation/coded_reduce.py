@@ -53,8 +53,8 @@ def simulate_tree(
     Every worker computes for its share of the profile's seconds, ``1 / sum_{l=1..L} (n/(s+1))^l``. The root is replica
     0 of the trace, worker w replica w + 1. A parent asks for the messages of as many children as it needs, when they
     are ready; to the root all its children send. A device sends one message at a time, and receives one; no more
-    of them compute at once than the cluster has processors. Of what calls take there are the
-    cluster's ``overhead_s`` and ``call_s`` once a step; what sums take is not simulated.
+    of them compute at once than the cluster has processors. Of what calls take there are the cluster's ``overhead_s``,
+    ``call_s`` and ``caller_work_s`` once a step; what sums take is not simulated.
 
     Args:
         profile: what the blocks cost for a whole minibatch.
@@ -63,7 +63,7 @@ def simulate_tree(
         stragglers: s, how many children of a parent may be late.
         cluster: how devices are joined, the root being the first of them.
         minibatches: how many are trained.
-        speeds: of the workers, 1 being that of the profile; by default all 1.
+        speeds: of the workers, 1 being that of the profile, beside the cluster's; by default all 1.
         slowdown: how much the seconds of computing vary: the standard deviation, as a part of the mean, of random
             factors (lognormal, with mean 1).
         seed: of these.
@@ -127,6 +127,7 @@ class TreeTraining:
         self._arrived = {}
         for worker in self._workers:
             worker.has_weights = worker.is_done = False
+        self._kernel.call()
         for child in self._tree.below(ROOT):
             self._offer(ROOT, child)
 

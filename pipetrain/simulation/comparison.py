@@ -213,7 +213,7 @@ def _unstaged(
         return simulate_order(profile, name, devices, cluster, **_options(scheme), **options)
     if name == CODED:
         tree = scheme.tree if isinstance(scheme, CodedReduce) else widest(devices)
-        return simulate_tree(profile, *tree, cluster, **options)
+        return simulate_tree(profile, *tree, cluster.with_program(), **options)
     if name == GRID:
         return simulate_grid(profile, devices, cluster, scheme if isinstance(scheme, Grid) else None, **options)
     return None

@@ -67,7 +67,7 @@ class Copies:
         if name == GRID:
             return self._grid(scheme if isinstance(scheme, Grid) else None)
         tree = scheme.tree if isinstance(scheme, CodedReduce) else Tree(*widest(self._devices))
-        step_s = simulate_tree(self._profile, *tree, self._cluster).step_s
+        step_s = simulate_tree(self._profile, *tree, self._cluster.with_program()).step_s
         weights_bytes, _ = on_fullest_server(self._profile, self._devices, self._cluster)
         # The root, in this process, has the slots; a worker's gradients become one message, which is a copy. Messages
         # that come from other processes are copies, too: the weights, and one from each child.

@@ -84,7 +84,7 @@ def simulate(
         overhead_s: seconds that every action takes in addition to its computing; by default the cluster's.
         caller_s: seconds that the caller takes between a minibatch's result and posting the next one; by default those
             of the partition's metric and the cluster's calls.
-        speeds: of the devices, 1 being that of the profile; by default all 1.
+        speeds: of the devices, 1 being that of the profile; by default those of the cluster.
         slowdown: how much the seconds of actions vary: the standard deviation, as a part of the mean, of random factors
             (lognormal, with mean 1).
         seed: of these.
@@ -112,7 +112,7 @@ def simulate(
         window=_window(window, len(stages), pieces, chosen),
         caller_s=checked_from_zero("caller_s", partition.metric_s + call_s if caller_s is None else caller_s),
         overhead_s=checked_from_zero("overhead_s", cluster.overhead_s if overhead_s is None else overhead_s),
-        speeds=_speeds(speeds, devices),
+        speeds=cluster.speeds_of(1 + max(used)) if speeds is None else _speeds(speeds, devices),
         slowdown=checked_from_zero("slowdown", slowdown),
         seed=checked_seed(seed),
         reduction=_reduction(reduction),
@@ -211,9 +211,9 @@ def _window(given: int | None, stages: int, microbatches: int, scheme: Scheme) -
     return window_of(stages, microbatches, scheme.schedule.flushes)
 
 
-def _speeds(speeds: Sequence[float] | None, devices: Sequence[Sequence[int]]) -> Sequence[float] | None:
+def _speeds(speeds: Sequence[float], devices: Sequence[Sequence[int]]) -> Sequence[float]:
     last = max(device for each in devices for device in each)
-    if speeds is not None and (len(speeds) <= last or not all(0 < speed < math.inf for speed in speeds)):
+    if len(speeds) <= last or not all(0 < speed < math.inf for speed in speeds):
         raise ValueError(
             f"Every device has a speed above 0. Received: speeds={speeds!r} for devices up to {last}. "
             f"Try speeds={[1.0] * (last + 1)}."

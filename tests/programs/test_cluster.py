@@ -492,7 +492,8 @@ def test_messages_within_one_process_take_no_work():
         ({}, ((0, 1, 2, 3),)),
         ({"processors": 2}, ((0, 1), (2, 3))),
         ({"processors": 2, "cores": ((0,), (0,), (1,), (1,))}, ((0, 2), (1, 3))),
-        ({"processors": 3, "cores": ((0, 1), (1, 2), (2,), (3,))}, ((0, 2, 3), (1,))),
+        ({"processors": 3, "cores": ((0, 1), (1, 2), (2,), (3,))}, ((0, 1, 3), (2,))),
+        ({"processors": 2, "cores": ((0, 1),) * 4}, ((0, 1), (2, 3))),
     ],
 )
 def test_devices_of_a_group_wait_for_no_core(known, groups):
@@ -514,11 +515,19 @@ def on_one_machine(monkeypatch, mine, *devices):
         ([0, 1, 2], ([0], [1]), ()),  # a core has nothing to do
         ([1], ([0], [1]), (0.0, 1.0)),
         ([2], ([0], [1]), ()),
+        ([0, 1], ([0, 1],), (0.5,)),  # each core does half of it, while the device computes on both
+        ([0, 1], ([0, 1],) * 4, (0.25,) * 4),  # and in all, 1
     ],
 )
 def test_what_the_program_takes_of_workers_cores(monkeypatch, mine, workers, work_s):
     _, devices = on_one_machine(monkeypatch, mine, *workers)
-    assert bandwidth._caller_work_s(devices, 1.0) == work_s
+    monkeypatch.setattr(bandwidth, "_call_of_all_s", lambda devices: (0.0, 1.0 / bandwidth.CALLER_WORK))
+    cluster = Cluster(cores=bandwidth._own_cores(devices))
+    assert bandwidth._caller_work_s(devices, cluster) == pytest.approx(work_s)
+
+
+def test_one_device_computes_as_fast_as_itself():
+    assert bandwidth._speeds(0, ("/job:worker/replica:0/task:7/device:CPU:0",), ((0,),)) == (1.0,)
 
 
 def test_containers_of_a_machine_share_its_cores(monkeypatch):

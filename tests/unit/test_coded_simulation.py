@@ -43,6 +43,28 @@ def test_no_more_devices_compute_at_once_than_there_are_processors():
     assert simulate_tree(profile(), 4, 1, 0, two).step_s == pytest.approx(6.0)
 
 
+@pytest.mark.parametrize(
+    ("known", "step_s"),
+    [
+        ({"speeds": (1.0, 1.0, 0.5)}, 8.0),  # 4 s at half the speed
+        ({"caller_work_s": (0.0, 0.25, 0.5)}, 4.5),
+        ({"cores": ((0,), (1,), (1,)), "processors": 2}, 8.0),
+    ],
+)
+def test_what_is_known_of_devices_is_known_of_the_workers_beside_the_root(known, step_s):
+    cluster = Cluster(FREE.levels, **known).with_program()
+    assert simulate_tree(profile(), 3, 1, 0, cluster).step_s == pytest.approx(step_s)
+
+
+def test_the_program_is_joined_to_each_device_as_the_first_is():
+    own, fast, slow = Link(float("inf")), Link(2.0), Link(1.0)
+    between = ((own, fast, slow), (fast, own, slow), (slow, slow, own))
+    cluster = Cluster(FREE.levels, between=between).with_program()
+    assert [cluster.link(0, n) for n in range(4)] == [own, own, fast, slow]
+    assert cluster.link(2, 3) == cluster.link(3, 1) == slow
+    assert FREE.with_program() == FREE
+
+
 @pytest.mark.parametrize(("stragglers", "step_s"), [(0, 4 / 0.19), (1, 8.0)])
 def test_a_straggler_is_waited_for_only_by_a_tree_that_bears_none(stragglers, step_s):
     trace = simulate_tree(profile(), 3, 1, stragglers, FREE, minibatches=10, speeds=[1, 1, 0.19])

@@ -193,6 +193,21 @@ def test_a_device_has_a_core_where_cores_are_known():
         Cluster(cores=((0,), ()))
 
 
+def test_a_pipeline_is_as_fast_as_its_slowest_device():
+    blocks = tuple(BlockProfile(f"b{n}", 1.0, 2.0, 0, 0) for n in range(2))
+    for scheme in ("1f1b", "vanilla"):
+        taken_s = [
+            partition(
+                Profile("m", 10, blocks),
+                2,
+                Cluster((Level(SHARED_MEMORY),), speeds=speeds),
+                training=Training(scheme, microbatches=1),
+            ).step_s
+            for speeds in ((), (1.0, 0.5), (1.0, 0.5, 0.5))
+        ]
+        assert taken_s[1] == 2 * taken_s[0] and taken_s[2] == taken_s[0]  # while one of three is idle
+
+
 def test_devices_that_share_processors_are_not_faster_than_these():
     blocks = tuple(BlockProfile(f"b{n}", 1.0, 2.0, 0, 0) for n in range(8))
     four = partition(Profile("m", 10, blocks), 4, Cluster((Level(SHARED_MEMORY),), processors=2))

@@ -323,6 +323,16 @@ def test_single_is_the_sum_of_all_stages_and_the_caller():
     assert idle(trace) == {(0, 0): (0, 20, 0)}
 
 
+def test_devices_compute_as_fast_as_the_cluster_knows():
+    partition, speeds = cut([(1, 2, 3, 4, 5), (6, 7, 8, 9, 10)]), (0.5, 0.8)
+    known = replace(joined_by(3.0, 1.0), speeds=speeds)
+    for scheme in ("1f1b", "vanilla"):
+        expected = simulate(partition, scheme, joined_by(3.0, 1.0), 4, speeds=speeds)
+        assert simulate(partition, scheme, known, 4) == expected
+    alone = simulate(partition, "single", joined_by(3.0, 1.0), 4)
+    assert simulate(partition, "single", known, 4) == alone  # while the other one is idle
+
+
 def test_transfers_by_hand():
     """2 s for what crosses; sent when computed, before the update; the sender goes on."""
     trace = simulate(cut([(1, 1, 1, 3, 0), (4, 4, 2, 0, 0)]), "1f1b", joined_by(3.0, 1.0), 2)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -73,7 +72,8 @@ def time_coding(compression: Compression, device: str) -> Coding:
     """What a compression takes on a device: a straight line through a small and a large message.
 
     Messages are made within functions, of many variables at once. What a call takes beside is therefore left out: a
-    small message takes a 15th of what 16 in one function take more than one.
+    small message takes a 15th of what 16 in one function take more than one; on a worker its own clock tells that,
+    since a call to it takes longer the more tensors there are.
     """
     calls = (SMALL, 1), (SMALL, TOGETHER), (LARGE, 1)
     lines = []
@@ -101,20 +101,13 @@ def _coding_of(compression: Compression, coded: Coded, count: int, device: str) 
         def decoded(messages: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             return _in_turn(messages, lambda n, each: codec.value(each, (step, n)))
 
-        encode = Kernels().op(encoded, specs(values))
-        messages = encode(values)
-        decode = Kernels().op(decoded, specs(messages))
+        messages = Kernels().op(encoded, specs(values))(values)
 
-        def seconds(call: Callable[[Any], Any], given: Sequence[tf.Tensor]) -> float:
-            found = []
-            for _ in range(coded.times + 1):  # the first one prepares it
-                start_s = time.perf_counter()
-                call(given)
-                finish(device)
-                found.append(time.perf_counter() - start_s)
-            return statistics.median(found[1:])
+        def seconds(make: Callable[[Tensors], Tensors], given: Tensors) -> float:
+            once = _timed(lambda tensors: make(tensors)[-1:], given, device)  # the last one is made last
+            return statistics.median([once() for _ in range(coded.times + 1)][1:])  # the first one prepares it
 
-        return seconds(encode, values), seconds(decode, messages)
+        return seconds(encoded, values), seconds(decoded, messages)
 
 
 def _in_turn(tensors: Sequence[tf.Tensor], make: Callable[[int, tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
@@ -295,7 +288,9 @@ def time_loss(
         for other in others:
             company.enter_context(busy(partial(_untimed, scores, other), other))
         company.enter_context(pinned(device))
-        parts = [_timed(scores, part, device) for part in (_loss, _accuracy)]
+        with tf.device(device):
+            given = [sample(spec) for spec in scores]
+        parts = [_timed(part, given, device) for part in (_loss, _accuracy)]
 
         def once() -> LossSeconds:
             return LossSeconds(parts[0](), parts[1]())
@@ -305,16 +300,16 @@ def time_loss(
     return LossSeconds(*np.median(taken, axis=0).tolist())
 
 
-def _timed(scores: Sequence[tf.TensorSpec], part: Callable[[Tensors], Tensors], device: str) -> Callable[[], float]:
-    """A function that computes one of them once, in seconds; on a worker it is timed there."""
+def _timed(make: Callable[[Tensors], Tensors], given: Tensors, device: str) -> Callable[[], float]:
+    """A function that makes something of these tensors once, in seconds; on a worker it is timed there."""
     with tf.device(device):
-        given, seen = [sample(spec) for spec in scores], tf.Variable(0.0)
+        seen = tf.Variable(0.0)
 
         def clocked(tensors: Tensors) -> tf.Tensor:
             start = tf.timestamp()
-            return time_of(part(after_time(start, tensors)), seen) - start
+            return time_of(make(after_time(start, tensors)), seen) - start
 
-        function = tf.function(clocked if is_remote(device) else part, autograph=False)
+        function = tf.function(clocked if is_remote(device) else make, autograph=False)
         call = direct(function.get_concrete_function(given))
 
     def once() -> float:
@@ -326,7 +321,9 @@ def _timed(scores: Sequence[tf.TensorSpec], part: Callable[[Tensors], Tensors], 
 
 def _untimed(scores: Sequence[tf.TensorSpec], device: str) -> Callable[[], None]:
     """A function that keeps a device busy with the loss."""
-    once = _timed(scores, _loss, device)
+    with tf.device(device):
+        given = [sample(spec) for spec in scores]
+    once = _timed(_loss, given, device)
 
     def run() -> None:
         once()
