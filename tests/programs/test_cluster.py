@@ -542,6 +542,28 @@ def test_containers_of_a_machine_share_its_cores(monkeypatch):
     assert bandwidth._own_cores(devices) == ((0,), (0,), (1,)) and bandwidth._at_once(devices) == 2
 
 
+@pytest.mark.wide
+def test_a_worker_s_clock_tells_what_a_compression_takes():
+    """Calls to workers take longer the more tensors they are given, here 2 ms for each."""
+    script = """
+import time
+import pipetrain
+from pipetrain.compute.profiling import timing
+direct = timing.direct
+
+def slow(concrete):
+    call = direct(concrete)
+    return lambda tensors: (time.sleep(0.002 * len(tensors)), call(tensors))[1]
+
+timing.direct = slow
+with pipetrain.LocalWorkers(1) as workers:
+    found = timing.time_coding(pipetrain.Int8(), pipetrain.connect(workers.addresses)[0])
+    print(found.encode_s[0] < 0.001, found.decode_s[0] < 0.001)
+"""
+    done = run(script)
+    assert done.stdout.startswith("True True"), done.stderr
+
+
 @pytest.mark.slow
 def test_what_is_known_of_workers_processors_is_measured():
     script = """
