@@ -266,7 +266,7 @@ class AutoStrategy(PipelineStrategy):
 
         def trial(way: Way) -> WayTrial:
             cut, _ = choice.cut_of(way) if choice.cut_of and way.is_pipeline else (None, 0.0)
-            made = partial(make, self.options_of(way.arguments, cut))
+            made = partial(make, self.options_of(way.predicted, cut))
             period = join_steps(getattr(way.arguments["scheme"], "synchrony", None))
             return WayTrial(made, data, {**compiled, "optimizer": for_trials(optimizer, self.model)}, period)
 

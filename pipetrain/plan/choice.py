@@ -16,7 +16,7 @@ from pipetrain.pictures.tables import Tabular, table
 from pipetrain.plan.partition import NoPlan
 from pipetrain.plan.profile import Profile, mib, unsteady
 from pipetrain.plan.stages import Partition
-from pipetrain.schemes.options import flat, keywords, name_of
+from pipetrain.schemes.options import TransferOptions, flat, keywords, name_of, options_of
 
 if TYPE_CHECKING:
     from pipetrain.pictures.figure import Picture
@@ -55,7 +55,7 @@ class Way(NamedTuple):
     fullest device holds, ``fits`` whether that keeps to the limit. ``trial_s`` is what a minibatch took in a trial,
     None without one, infinite where the way cannot train the model. Ways of one ``family`` take about the same; without
     one it is the scheme's name. ``is_exact``: whether it trains as the unsplit model does; ``is_set``: whether it is
-    what the user has chosen.
+    what the user has chosen; ``order``: of its transfers, by which it is predicted, empty where it has none.
     """
 
     kind: str
@@ -68,6 +68,7 @@ class Way(NamedTuple):
     family: str = ""
     is_exact: bool = True
     is_set: bool = False
+    order: str = ""
 
     def is_like(self, other: Way) -> bool:
         """Whether both have the same options, and the same is predicted of them."""
@@ -75,6 +76,14 @@ class Way(NamedTuple):
             other.step_s,
             other.memory_bytes,
         )
+
+    @property
+    def predicted(self) -> Mapping[str, Any]:
+        """The arguments with the order of transfers by which it is predicted, so that a trial tries no others."""
+        scheme = options_of(self.arguments["scheme"]) if self.order else None
+        if not isinstance(scheme, TransferOptions):
+            return self.arguments
+        return {**self.arguments, "scheme": replace(scheme, order=self.order)}
 
     @property
     def known_s(self) -> float:

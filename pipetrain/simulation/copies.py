@@ -25,7 +25,7 @@ from pipetrain.schemes.transfers.plan import Layer, Message, Phase, Plan, Worklo
 from pipetrain.simulation.coded_reduce import simulate_tree
 from pipetrain.simulation.data_parallel import Setting
 from pipetrain.simulation.grid import estimated_grid
-from pipetrain.simulation.profiled import auto, encoded, mean_step_s, sent_times, setting_of, workload_of
+from pipetrain.simulation.profiled import best_order, encoded, mean_step_s, sent_times, setting_of, workload_of
 
 MOST_WORKERS, MOST_LAYERS = 4, 48  # that are simulated as they are
 MOST_EXCHANGING = 16  # devices every two of which exchange messages, or that are a tree: what is simulated then
@@ -81,16 +81,15 @@ class Copies:
         Weights that come from another server are copies, unless the devices share one memory. A server uses each
         gradient when it has come; until then what is under way is in memory.
         """
-        order = scheme.order if isinstance(scheme, TransferOptions) and scheme.order in ORDERS else None
+        asked = scheme.order if isinstance(scheme, TransferOptions) and scheme.order in ORDERS else None
         servers = scheme.servers if isinstance(scheme, ParameterServer) else None
-        named = order if isinstance(order, str) else None
         compression = compression_of(scheme.compression) if isinstance(scheme, TransferOptions) else None
         synchrony = scheme.synchrony if isinstance(scheme, AllReduce | ParameterServer) else None
         topology = topology_of(scheme.topology) if isinstance(scheme, AllReduce) else None
         joined = synchrony_of(synchrony)
         way = servers, compression, synchrony, topology
         setting = setting_of(self._profile, name, self._devices, self._cluster, *way)
-        plan, workload, step_s = _estimated(setting, named)
+        order, plan, workload, step_s = _estimated(setting, asked if isinstance(asked, str) else None)
         if isinstance(joined, Asynchronous):  # as if those that may be ahead had a minibatch each, and waited for all
             step_s /= min(self._devices, joined.ahead(self._devices) + 1)
         weights_bytes, own_bytes = on_fullest_server(self._profile, self._devices, self._cluster, servers)
@@ -109,14 +108,16 @@ class Copies:
             alone, whole = (everywhere(self._profile, n, self._cluster, training) for n in (1, self._devices))
             held_bytes += weights_bytes + alone.fullest_bytes - whole.fullest_bytes
         if name != SERVING:  # what comes from other processes is added beside the device's own gradients
-            return self._way(scheme, step_s, -int(held_bytes + (not self._shares_memory) * setting.joined_bytes))
+            arriving_bytes = (not self._shares_memory) * setting.joined_bytes
+            return self._way(scheme, step_s, -int(held_bytes + arriving_bytes), order=order)
         elsewhere_bytes = self._training.slots * (weights_bytes - own_bytes)
         if self._shares_memory:
-            return self._way(scheme, step_s, int(elsewhere_bytes + weights_bytes - held_bytes - own_bytes))
+            return self._way(scheme, step_s, int(elsewhere_bytes + weights_bytes - held_bytes - own_bytes), order=order)
         # Of what is planned for devices that sum all gradients, one block's are left.
         gathered_bytes = weights_bytes - max(block.weight_bytes for block in self._profile.blocks)
         under_way_bytes = _under_way_bytes(plan, workload, servers or self._devices)
-        return self._way(scheme, step_s, int(gathered_bytes + elsewhere_bytes - under_way_bytes - held_bytes))
+        left_bytes = int(gathered_bytes + elsewhere_bytes - under_way_bytes - held_bytes)
+        return self._way(scheme, step_s, left_bytes, order=order)
 
     @property
     def _shares_memory(self) -> bool:
@@ -129,10 +130,18 @@ class Copies:
         grid = asked or Grid(found.grid.outputs, found.grid.rows)
         return self._way(grid, found.step_s, found.elsewhere_bytes)
 
-    def _way(self, scheme: AnyScheme, step_s: float, elsewhere_bytes: int = 0, devices: int | None = None) -> Way:
+    def _way(
+        self,
+        scheme: AnyScheme,
+        step_s: float,
+        elsewhere_bytes: int = 0,
+        devices: int | None = None,
+        order: str = "",
+    ) -> Way:
         memory_bytes, kind = self._whole.fullest_bytes - elsewhere_bytes, KINDS[name_of(scheme)]
         fits, exact = self._cluster.holds(memory_bytes), is_exact(scheme, self._profile)
-        return Way(kind, {"scheme": scheme}, devices or self._devices, step_s, memory_bytes, fits, is_exact=exact)
+        way = Way(kind, {"scheme": scheme}, devices or self._devices, step_s, memory_bytes, fits)
+        return way._replace(is_exact=exact, order=order)
 
 
 def is_exact(scheme: AnyScheme, profile: Profile) -> bool:
@@ -170,13 +179,14 @@ def estimated_step_s(
     return step_s
 
 
-def _estimated(setting: Setting, order: str | None) -> tuple[Plan, Workload, float]:
-    """The plan of a step's transfers, what it is a plan of, and the seconds of a step."""
+def _estimated(setting: Setting, order: str | None) -> tuple[str, Plan, Workload, float]:
+    """The order of a step's transfers, its plan, what that is a plan of, and the seconds of a step."""
     if setting.workers > MOST_WORKERS:
         setting = _two(setting)
     setting = replace(setting, workload=_merged(setting.workload))
-    plan = ORDERS[order](setting.workload, setting.serves) if order else auto(setting)
-    return plan, setting.workload, mean_step_s(setting, plan)
+    order = order or best_order(setting)
+    plan = ORDERS[order](setting.workload, setting.serves)
+    return order, plan, setting.workload, mean_step_s(setting, plan)
 
 
 def _under_way_bytes(plan: Plan, workload: Workload, servers: int) -> float:

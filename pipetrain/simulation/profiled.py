@@ -86,7 +86,7 @@ def simulate_order(
         )
     setting = setting_of(profile, scheme, workers, cluster or Cluster(), servers, compression, synchrony, topology)
     check_fragments(synchrony, len(setting.workload.trained))
-    plan = auto(setting) if order == AUTO else ORDERS[order](setting.workload, setting.serves)
+    plan = ORDERS[best_order(setting) if order == AUTO else order](setting.workload, setting.serves)
     minibatches = checked_count("minibatches", minibatches, COUNTED, 8)
     if (period := setting.join_steps) > 1:
         minibatches = max(3 * period, minibatches + -minibatches % period)  # in whose middle is a whole period
@@ -228,12 +228,12 @@ def sent_times(workers: int, topology: Gossip | str | None) -> tuple[float, int]
     return (1.0, 1) if workers == 2 else (2 * (workers - 1) / workers, 2)
 
 
-def auto(setting: Setting) -> Plan:
-    """The plan of the simplest order, beginning with none, whose simulated step is within 3 per cent of the shortest.
+def best_order(setting: Setting) -> str:
+    """The simplest order, beginning with none, by whose plan a simulated step is within 3 per cent of the shortest.
 
     ``ORDERS`` has the simplest first.
     """
-    return next(plan for plan, part in near(setting).items() if WORTH * part <= 1)
+    return next(name for name, (_, part) in _simulated(setting).items() if WORTH * part <= 1)
 
 
 def mean_step_s(setting: Setting, plan: Plan) -> float:
@@ -251,10 +251,14 @@ def near(setting: Setting) -> dict[Plan, float]:
 
     With each, how many times as long as the shortest it is simulated to take. Where nothing takes time, the first.
     """
-    plans = [ORDERS[name](setting.workload, setting.serves) for name in orders(setting.serves)]
-    seconds = [mean_step_s(setting, plan) for plan in plans]
-    least_s = min(seconds)
+    return {plan: part for plan, part in _simulated(setting).values() if part <= NEAR}
+
+
+def _simulated(setting: Setting) -> dict[str, tuple[Plan, float]]:
+    """Of each order its plan, and how many times as long as the shortest it takes; the first alone if nothing does."""
+    plans = {name: ORDERS[name](setting.workload, setting.serves) for name in orders(setting.serves)}
+    seconds = {name: mean_step_s(setting, plan) for name, plan in plans.items()}
+    least_s = min(seconds.values())
     if not least_s:
-        return {plans[0]: 1.0}
-    parts = {plan: each_s / least_s for plan, each_s in zip(plans, seconds, strict=True)}
-    return {plan: part for plan, part in parts.items() if part <= NEAR}
+        return {name: (plan, 1.0) for name, plan in [*plans.items()][:1]}
+    return {name: (plan, seconds[name] / least_s) for name, plan in plans.items()}

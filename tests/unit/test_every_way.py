@@ -25,11 +25,13 @@ from pipetrain.schemes.options import (
     OneFOneB,
     ParameterServer,
     SpecTrain,
+    options_of,
     scheduled,
 )
 from pipetrain.schemes.schedules import orders
-from pipetrain.schemes.table import UNCUT, scheme
+from pipetrain.schemes.table import SERVING, TRANSFERRING, UNCUT, scheme
 from pipetrain.schemes.text_form import scheme_of, written
+from pipetrain.schemes.transfers.orders import orders as orders_of_transfers
 from pipetrain.schemes.transfers.plan import Message
 from pipetrain.simulation import costs
 from pipetrain.simulation.comparison import compare
@@ -395,6 +397,19 @@ def test_ways_that_send_less_are_taken_only_where_they_are_allowed_and_gain():
     assert len({tuple(map(str, each.ways)) for each in ahead}) == 1
     with pytest.raises(ValueError, match="Unknown names"):
         choose(heavy, 4, slow, allow="compresion")
+
+
+def test_a_trial_is_by_the_order_of_the_prediction():
+    """All orders are tried once, when the way that is taken trains."""
+    sizes = {"weight_bytes": 4 * MIB}
+    heavy = replace(uneven(8), blocks=tuple(replace(block, **sizes) for block in uneven(8).blocks))
+    slow = Cluster((Level(Link(3e8, 1e-4)),))
+    for way in choose(heavy, 4, slow, allow="compression, local, gossip").ways:
+        if way.name in TRANSFERRING:
+            assert way.order in orders_of_transfers(way.name == SERVING) and way.predicted["scheme"].order == way.order
+            assert options_of(way.arguments["scheme"]).order == "auto"
+        else:
+            assert not way.order and way.predicted is way.arguments
 
 
 def test_pipelines_whose_cuts_are_crossed_by_less_are_taken_only_where_that_is_allowed():
